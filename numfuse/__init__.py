@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         matmul_bias_residual_double_bwd,
         matmul_bias_residual_jvp,
     )
+    from numfuse.epilogue_jets import matmul_epilogue_jet, matmul_epilogue_jet_bwd
     from numfuse.functional import (
         activation_mul,
         activation_mul_bwd,
@@ -97,6 +98,8 @@ __all__ = [
     "matmul_bias_residual_jvp",
     "matmul_epilogue",
     "matmul_epilogue_bwd",
+    "matmul_epilogue_jet",
+    "matmul_epilogue_jet_bwd",
     "matmul_epilogue_jvp",
     "mlp_jet",
     "mlp_jet_bwd",
@@ -125,6 +128,8 @@ def __getattr__(name: str) -> Any:
     home = "numfuse.devices" if name in _DEVICES else "numfuse.functional"
     if name == "epilogue":
         home = "numfuse.definitions"
+    elif name.startswith("matmul_epilogue_jet"):
+        home = "numfuse.epilogue_jets"
     elif name.startswith(("matmul_epilogue", "elementwise")):
         home = "numfuse.fusion"
     elif name.startswith("matmul_activation_mul"):

@@ -31,6 +31,7 @@ from numfuse.language.curves import (
 from numfuse.language.derivatives import forward, reverse, second_order
 from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.keys import Keyed
+from numfuse.language.operations import TRUTH
 from numfuse.language.text import dumps
 
 _Made = TypeVar("_Made", bound=Callable[..., Any])
@@ -215,7 +216,8 @@ class Epilogue(Keyed):
                 results.append((f"slope_{x}", slope))
         for (i, j), bend in bends.items():
             results.append((f"bend_{self.accumulators[i]}_{self.accumulators[j]}", bend))
-        return Epilogue(f"{self.name} jet", self.accumulators, self.operands, tuple(results))
+        inputs = self.accumulators, self.operands
+        return Epilogue(f"{self.name} jet", *inputs, tuple(results), self.ties)
 
 
 def record(
@@ -244,8 +246,8 @@ class Jet(NamedTuple):
 
         out_ddot[s] = straight(z_ddot[s]) + sum_d weights[s, d] bent(z_dot[d])
 
-    and that sum is the kernel's: a formula has none. In a backward each of the three adds to
-    ``d_z``, ``grad_bent`` is what a direction's ``bent`` is weighted with,
+    and that sum is the kernel's: a formula has none. In a backward each of the three adds to the
+    `totals`, ``grad_bent`` is what a direction's ``bent`` is weighted with,
     sum_s weights[s, d] grad_ddot[s], and ``d_z_dot`` and ``d_z_ddot`` are the other gradients.
     """
 
@@ -257,6 +259,12 @@ class Jet(NamedTuple):
         """Return what a function makes of each part."""
         return Jet(*map(make, self))
 
+    @property
+    def totals(self) -> tuple[str, ...]:
+        """Return the gradients to which all parts add: ``d_z``, and those of operands."""
+        names = dict.fromkeys(["d_z", *(name for part in self for name, _ in part.results)])
+        return tuple(x for x in names if x == "d_z" or x.startswith("d_x_"))
+
     def parts(
         self, written: Collection[str], backward: bool, directions: int, seconds: int
     ) -> dict[str, Epilogue]:
@@ -267,10 +275,15 @@ class Jet(NamedTuple):
         no result which is used is left out.
         """
         value, direction, second = self.hoisted()
+        totals = self.totals
         wanted = {
-            "direction": (direction, ("d_z", "d_z_dot") if backward else ("out_dot",), directions),
+            "direction": (
+                direction,
+                (*totals, "d_z_dot") if backward else ("out_dot",),
+                directions,
+            ),
             "bend": (direction, () if backward else ("bent",), directions and seconds),
-            "second": (second, ("d_z", "d_z_ddot") if backward else ("straight",), seconds),
+            "second": (second, (*totals, "d_z_ddot") if backward else ("straight",), seconds),
         }
         found, used = dict[str, Epilogue](), {"d_z", "bent", "straight", *written}
         for part, (epilogue, results, count) in wanted.items():
@@ -282,12 +295,13 @@ class Jet(NamedTuple):
         names = [x for x, _ in value.results if x in used]
         return {"value": value.select(*names), **found} if names else found
 
-    def hoisted(self, fixed: tuple[str, ...] = ("z", "bias")) -> Jet:
-        """Return parts that share what depends on no other input than these: slopes of curves.
+    def hoisted(self) -> Jet:
+        """Return parts that share what depends on a point's value and operands alone: slopes.
 
         `value` has it as further results, ``shared_0`` and so on, which are inputs of the others.
         """
         shared: dict[Expr, Expr] = {}
+        fixed = {name for part in self for name in part.inputs if _is_of_point(name)}
 
         def alone(of: Epilogue) -> Epilogue:
             whole: dict[Expr, bool] = {}
@@ -296,6 +310,8 @@ class Jet(NamedTuple):
             def cut(e: Expr) -> Expr:
                 if not whole[e] or e.op == "const":
                     return made[e]
+                if e.op in TRUTH:  # (what is handed on are numbers)
+                    return rebuilt(e, [cut(a) for a in e.args])
                 return shared.setdefault(e, leaf(f"shared_{len(shared)}"))
 
             for e in topological(of.graphs):
@@ -308,8 +324,14 @@ class Jet(NamedTuple):
         direction, second = alone(self.direction), alone(self.second)
         value = self.value
         more = tuple((str(name.payload), e) for e, name in shared.items())
-        head = value.name, value.accumulators, value.operands
+        operands = dict.fromkeys([*value.operands, *sorted(fixed - {"z"})])
+        head = value.name, ("z",), tuple(operands)
         return Jet(Epilogue(*head, (*value.results, *more), value.ties), direction, second)
+
+
+def _is_of_point(name: str) -> bool:
+    """Whether an input of a jet's parts is the value's sum or an operand, which do not move."""
+    return not name.startswith("grad") and not name.endswith(("_dot", "_ddot"))
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -348,26 +370,59 @@ def layer_tangent(f: Curve) -> Epilogue:
 @_once
 def layer_jet(f: Curve) -> Jet:
     """Return how a layer hands on Taylor coefficients."""
-    found = layer(f).select("out").jet()
-    slope, bend = found["slope_z"], dict(found.results).get("bend_z_z")
-    dot, ddot = leaf("z_dot"), leaf("z_ddot")
-    moved = [("out_dot", slope * dot)]
-    if bend is not None:
-        moved.append(("bent", bend * (dot * dot)))
-    direction = Epilogue("layer direction", ("z", "z_dot"), ("bias",), tuple(moved))
-    straight = (("straight", slope * ddot),)
-    return Jet(layer(f), direction, Epilogue("layer second", ("z", "z_ddot"), ("bias",), straight))
+    return _taylor(layer(f))
 
 
 @_once
 def layer_jet_backward(f: Curve) -> Jet:
     """Return the gradients of a layer's jet by the sums z, z_dot and z_ddot."""
-    made = layer_jet(f)
+    return _taylor_backward(layer_jet(f), ())
+
+
+@_once
+def epilogue_jet(whole: Epilogue) -> Jet:
+    """Return how a user's formula of one sum hands on Taylor coefficients.
+
+    Its operands do not move. As a layer it has the sum itself as ``pre``.
+    """
+    z = leaf("z")
+    graphs = replace_leaves(whole.graphs, {leaf(x): z for x in whole.accumulators})
+    results = ("out", graphs[0]), ("pre", z)
+    return _taylor(Epilogue(whole.name, ("z",), whole.operands, results, whole.ties))
+
+
+@_once
+def epilogue_jet_backward(whole: Epilogue) -> Jet:
+    """Return the gradients of a formula's jet by the sums z, z_dot and z_ddot, and by operands."""
+    return _taylor_backward(epilogue_jet(whole), whole.operands)
+
+
+def _taylor(whole: Epilogue) -> Jet:
+    """Return how the first result of a formula of z hands on Taylor coefficients."""
+    found = dict(whole.jet().results)
+    slope, bend = found.get("slope_z"), found.get("bend_z_z")
+    dot, ddot = leaf("z_dot"), leaf("z_ddot")
+    moved, straight = dict[str, Expr](), dict[str, Expr]()
+    if slope is not None:
+        moved["out_dot"], straight["straight"] = slope * dot, slope * ddot
+    if bend is not None:
+        moved["bent"] = bend * (dot * dot)
+
+    def part(name: str, moving: str, made: dict[str, Expr]) -> Epilogue:
+        results = tuple(made.items())
+        return Epilogue(f"{whole.name} {name}", ("z", moving), whole.operands, results, whole.ties)
+
+    return Jet(whole, part("direction", "z_dot", moved), part("second", "z_ddot", straight))
+
+
+def _taylor_backward(made: Jet, operands: tuple[str, ...]) -> Jet:
+    """Return the gradients of a jet by its sums and by these operands."""
     bent = {"out_dot": "grad_dot", "bent": "grad_bent"}
+    to = {name: f"d_{name}" for name in ("z", *operands)}
     return Jet(
-        made.value.select("out").pulled_back({"out": "grad"}, {"z": "d_z"}),
-        made.direction.pulled_back(bent, {"z": "d_z", "z_dot": "d_z_dot"}),
-        made.second.pulled_back({"straight": "grad_ddot"}, {"z": "d_z", "z_ddot": "d_z_ddot"}),
+        made.value.select("out").pulled_back({"out": "grad"}, to),
+        made.direction.pulled_back(bent, to | {"z_dot": "d_z_dot"}),
+        made.second.pulled_back({"straight": "grad_ddot"}, to | {"z_ddot": "d_z_ddot"}),
     )
 
 

@@ -115,7 +115,7 @@ class FusedOperation(Operation):
         dtype = next((given[name].dtype for name, x in arrays.items() if x is not None), None)
         for name, x in given.items():
             if name not in arrays:
-                given[name] = _number(x, np.dtype(np.float64) if dtype is None else dtype)
+                given[name] = number(x, np.dtype(np.float64) if dtype is None else dtype)
         return self(tuple(given.values()), activation, flags, needs, out, backend)
 
 
@@ -131,28 +131,35 @@ def operation(
     key = name, kind, factors, several, numbers, keep
     found: FusedOperation | None = made.made.get(key)
     if found is None:
-        count = len(made.parameters)
-        if count < factors:
-            raise TypeError(
-                f"the epilogue {made.name!r} must have a parameter for each of {factors} products, "
-                f"got {count} ({', '.join(made.parameters)})"
-            )
-        if count != factors + len(numbers):
-            sums, rest = made.parameters[:factors], made.parameters[factors:]
-            took = f", {factors} for products ({', '.join(sums)}), then {len(rest)} operands"
-            raise TypeError(
-                f"the epilogue {made.name!r} takes {count} arguments{took if factors else ''} "
-                f"({', '.join(rest)}), got {len(numbers)} operands"
-            )
-        if factors and made.several:
-            raise TypeError(
-                f"the epilogue {made.name!r} of a product must return one value, got a tuple of "
-                f"{len(made.graphs)}: numfuse.elementwise takes such"
-            )
-        form = Form(kind, factors, several, made.parameters[factors:], numbers, len(made.graphs))
+        form = form_of(made, kind, factors, several, numbers)
         found = FusedOperation(name, form, lambda f: f.over(factors), keep, known=lambda f: f)
         made.made[key] = found
     return found, made
+
+
+def form_of(
+    made: UserEpilogue, kind: str, factors: int, several: bool, numbers: tuple[bool, ...]
+) -> Form:
+    """Return the form of a call of an epilogue; TypeError for another count of operands."""
+    count = len(made.parameters)
+    if count < factors:
+        raise TypeError(
+            f"the epilogue {made.name!r} must have a parameter for each of {factors} products, "
+            f"got {count} ({', '.join(made.parameters)})"
+        )
+    if count != factors + len(numbers):
+        sums, rest = made.parameters[:factors], made.parameters[factors:]
+        took = f", {factors} for products ({', '.join(sums)}), then {len(rest)} operands"
+        raise TypeError(
+            f"the epilogue {made.name!r} takes {count} arguments{took if factors else ''} "
+            f"({', '.join(rest)}), got {len(numbers)} operands"
+        )
+    if factors and made.several:
+        raise TypeError(
+            f"the epilogue {made.name!r} of a product must return one value, got a tuple of "
+            f"{len(made.graphs)}: numfuse.elementwise takes such"
+        )
+    return Form(kind, factors, several, made.parameters[factors:], numbers, len(made.graphs))
 
 
 def numbers_of(operands: Sequence[Any]) -> tuple[bool, ...]:
@@ -166,10 +173,10 @@ def arrays_of(given: Sequence[Any]) -> tuple[Any, ...]:
     if type(first) is not ndarray:
         return tuple(given)
     dtype = first.dtype
-    return tuple([_number(x, dtype) if type(x) in NUMBERS else x for x in given])
+    return tuple([number(x, dtype) if type(x) in NUMBERS else x for x in given])
 
 
-def _number(x: float, dtype: np.dtype[Any]) -> ndarray:
+def number(x: float, dtype: np.dtype[Any]) -> ndarray:
     """Return a Python number as an array, rounded as IEEE rounds it: silently."""
     if x == 0 or 1e-4 < abs(x) < 65504:  # (no dtype is left, whose narrowest is float16)
         return np.array(x, dtype)

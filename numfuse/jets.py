@@ -17,13 +17,13 @@ from numfuse.backends import Backend, resolve
 from numfuse.functional import ActivationLike, BackendLike
 from numfuse.operations import Operation
 from numfuse.problem import jets
+from numfuse.problem.forms import Form
 from numfuse.problem.operands import ACCUMULATORS
 from numfuse.problem.results import LayerJet, LayerJetGradients
 from numfuse.runtime.dispatch import adapter_for
 
 __all__ = ["matmul_bias_activation_jet", "matmul_bias_activation_jet_bwd"]
 
-_POINTS = ["a", "b", "bias", "a_dot", "a_ddot", "weights"]
 _KEPT = ["pre", "pre_dot", "pre_ddot"]
 _FLAGS = ["guard", "keep", "pattern", "stack"]
 
@@ -41,17 +41,25 @@ class JetOperation(Operation):
     """A layer's jet, its forward or its backward; `weights` are NumPy's whatever the others are.
 
     `own` is what makes the operation with weights of its own (`bound`), which are no operand then.
+    With a `form` it is the jet of a user's formula, whose operands are in the bias' place.
     """
 
-    def __init__(self, name: str, backward: bool, own: tuple[ndarray | None] | None = None) -> None:
-        self.name, self.kind, self.backward = name, "jet", backward
-        self.mark, self._own, self._bound = name, own, dict[Any, JetOperation]()
-        grads = ["grad", "grad_dot", "grad_ddot"]
-        self.operands = [*grads, *_POINTS, *_KEPT] if backward else _POINTS
+    def __init__(
+        self, name: str, backward: bool, own: tuple[ndarray | None] | None = None,
+        form: Form | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.kind, self.backward, self.form = name, "jet", backward, form
+        self.mark, self._own, self._bound = (name, form), own, dict[Any, JetOperation]()
+        grads, others = (
+            ["grad", "grad_dot", "grad_ddot"],
+            ("bias",) if form is None else form.others,
+        )
+        points = ["a", "b", *others, "a_dot", "a_ddot", "weights"]
+        self.operands = [*grads, *points, *_KEPT] if backward else points
         if own is not None:
-            self.mark = name, _content(*own)
+            self.mark = name, form, _content(*own)
             self.operands = [x for x in self.operands if x != "weights"]
-        self.needs = jets.NEEDS if backward else ()
+        self.needs = jets.needs_of(form) if backward else ()
         self.scalars = self.operands
         self.flags = _FLAGS
         self.options = ["activation", "needs", "out", *_FLAGS]
@@ -69,7 +77,11 @@ class JetOperation(Operation):
         how = activation, needs, out, guard, keep, pattern, stack
         if self._own is not None:
             (given["weights"],) = self._own
-        return jets.make(self.backward, given, *how, ghosts=self._own is not None)
+        return jets.make(self.backward, given, *how, self._own is not None, self.form)
+
+    def label(self, name: str) -> str:
+        """Return what a message calls an array."""
+        return jets.label_of(self.form, name)
 
     def bound(self, operands: tuple[Any, ...]) -> tuple[JetOperation, tuple[Any, ...]]:
         """Return the operation with the weights of a call as its own, and the other operands.
@@ -84,7 +96,8 @@ class JetOperation(Operation):
         if found is None:
             if len(self._bound) >= _MOST_BOUND:
                 self._bound.clear()
-            found = self._bound[key] = JetOperation(self.name, self.backward, (operands[at],))
+            how = self.name, self.backward, (operands[at],), self.form
+            found = self._bound[key] = type(self)(*how)
         return found, operands[:at] + operands[at + 1 :]
 
     def other(
@@ -96,7 +109,7 @@ class JetOperation(Operation):
         adapter = adapter_for(**{name: x for name, x in given.items() if name != "weights"})
         if adapter is None:
             return self._first(operands, self.known(activation), flags, needs, out, backend, None)
-        run = getattr(adapter, "jet", None)
+        run = getattr(adapter, "jet" if self.form is None else "epilogue_jet", None)
         if run is None:
             kind = adapter.__name__.rpartition(".")[2]
             raise TypeError(f"{self.name} must have NumPy arrays, got those of {kind}")

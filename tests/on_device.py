@@ -34,6 +34,7 @@ FUSED = ("matmul_epilogue", "matmul_activation_mul", "elementwise")
 #: Functions of jets, and the parameters that are constants of the host.
 CONSTANTS = {
     "matmul_bias_activation_jet": ("weights",),
+    "matmul_epilogue_jet": ("weights",),
     "mlp_jet": ("directions", "second"),
 }
 JETS = (*CONSTANTS, *(f"{name}_bwd" for name in CONSTANTS))

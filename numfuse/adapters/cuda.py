@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     *NAMES,
     "checked",
+    "epilogue_jet",
     "fused",
     "jet",
     "network",
@@ -130,6 +131,7 @@ def _put(x: ndarray, owner: Any) -> DeviceArray:
     return upload(owner, x)
 
 
+epilogue_jet = jet
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
 network = stacks.network(cuda_networks.arrays_of(sys.modules[__name__], _put))

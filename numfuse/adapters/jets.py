@@ -18,13 +18,17 @@ import numpy as np
 
 from numfuse.activations import Activation, get
 from numfuse.definitions import UserEpilogue
+from numfuse.epilogue_jets import matmul_epilogue_jet, matmul_epilogue_jet_bwd
+from numfuse.epilogues import epilogue_jet
+from numfuse.fused_operations import NUMBERS
 from numfuse.fusion import elementwise
 from numfuse.jets import matmul_bias_activation_jet, matmul_bias_activation_jet_bwd, weights_of
-from numfuse.language.curves import leaf, replace_leaves
-from numfuse.language.graph import SYMBOL
+from numfuse.language.curves import expand, leaf, replace_leaves
+from numfuse.language.graph import SYMBOL, constant
 from numfuse.networks import mlp_jet, mlp_jet_bwd
 from numfuse.perceptron import Network
-from numfuse.problem.jets import make
+from numfuse.problem.forms import Form
+from numfuse.problem.jets import label_of, make, needs_of
 from numfuse.problem.results import LayerJet, LayerJetGradients, NetworkGradients, NetworkJet
 
 Constants = tuple[Any, Any]
@@ -73,10 +77,7 @@ class LayerCall:
     def shapes(self, x: Sequence[Any], constants: Constants) -> tuple[tuple[int, ...], ...]:
         """Return the results' shapes, of operands and constants of which only these are read."""
         a, b, bias, a_dot, _ = x
-        own = [() if y is None else tuple(y.shape[:-2]) for y in (a, b, bias)]
-        value = *np.broadcast_shapes(*own), *tuple(a.shape)[-2:-1], *tuple(b.shape)[1:][-1:]
-        seconds = a_dot if constants[1] is None else constants[1]
-        return value, (a_dot.shape[0], *value), (seconds.shape[0], *value)
+        return _layer_shapes(a, b, bias, a_dot, constants)
 
     def check(self, x: Sequence[Any], constants: Constants) -> None:
         """Raise for shapes and dtypes that do not fit; nothing of the arrays is read."""
@@ -89,18 +90,11 @@ class LayerCall:
     def plain(self, ops: Any, x: Sequence[Any], constants: Constants) -> tuple[Any, ...]:
         """Return the results by `ops`."""
         a, b, bias, a_dot, a_ddot = x
-        row, column = a.ndim == 1, b.ndim == 1
-        if row:
-            a, a_dot = a[None, :], a_dot[:, None, :]
-            a_ddot = None if a_ddot is None else a_ddot[:, None, :]
-        found = _layer(
-            ops, self.activation, a, b[:, None] if column else b, bias, a_dot, a_ddot, constants[1]
-        )
-        if column:
-            found = tuple([y[..., 0] for y in found])
-        if row:
-            found = tuple([y[..., 0] if column else y[..., 0, :] for y in found])
-        return found
+
+        def run(a: Any, b: Any, a_dot: Any, a_ddot: Any, _: Any) -> Any:
+            return _layer(ops, self.activation, a, b, bias, a_dot, a_ddot, constants[1])
+
+        return _as_matrices(run, a, b, a_dot, a_ddot)
 
     def wanted(self, needs: Sequence[str]) -> list[bool]:
         """Return of which operands a public function's `needs` asks for gradients."""
@@ -109,6 +103,86 @@ class LayerCall:
     def gradients(self, found: Sequence[Any], needs: Sequence[str]) -> LayerJetGradients:
         """Return gradients, one for each operand, as the public function has them."""
         return LayerJetGradients(*found)
+
+
+@dataclass(frozen=True)
+class FormulaCall:
+    """The jet of a user's formula: its operands are a, b, those of the formula, a_dot, a_ddot."""
+
+    epilogue: UserEpilogue
+    guard: bool
+    backend: Any
+
+    result: ClassVar = LayerJet
+
+    @property
+    def form(self) -> Form:
+        """Return the form of a call whose operands are arrays."""
+        labels = self.epilogue.parameters[1:]
+        return Form("jet", 1, False, labels, (False,) * len(labels))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what messages call the operands."""
+        return tuple([label_of(self.form, name) for name in needs_of(self.form)])
+
+    def _call(self, x: Sequence[Any], constants: Constants) -> tuple[Any, dict[str, Any]]:
+        a, b, *operands, a_dot, a_ddot = x
+        options = {"weights": constants[1], "guard": self.guard, "backend": self.backend}
+        return (a, b, self.epilogue, tuple(operands), a_dot, a_ddot), options
+
+    def forward(self, x: Sequence[Any], constants: Constants, keep: bool) -> tuple[Any, Any]:
+        """Return the results, and what the backward takes as `kept`."""
+        given, options = self._call(x, constants)
+        found = matmul_epilogue_jet(*given, keep=keep, **options)
+        return found if keep else (found, None)
+
+    def backward(
+        self,
+        grads: Sequence[Any],
+        x: Sequence[Any],
+        constants: Constants,
+        needs: Sequence[bool],
+        kept: Any = None,
+    ) -> list[Any]:
+        """Return the gradient of each operand, None where it is not needed."""
+        given, options = self._call(x, constants)
+        places = ("a", "b", *range(len(x) - 4), "a_dot", "a_ddot")
+        wanted = tuple([name for name, need in zip(places, needs, strict=True) if need])
+        g, g_dot, g_ddot = grads
+        options |= {"needs": wanted, "kept": kept}
+        d_a, d_b, d_operands, *rest = matmul_epilogue_jet_bwd(g, g_dot, g_ddot, *given, **options)
+        return [d_a, d_b, *d_operands, *rest]
+
+    def shapes(self, x: Sequence[Any], constants: Constants) -> tuple[tuple[int, ...], ...]:
+        """Return the results' shapes, of operands and constants of which only these are read."""
+        return _layer_shapes(x[0], x[1], None, x[-2], constants)
+
+    def check(self, x: Sequence[Any], constants: Constants) -> None:
+        """Raise for shapes and dtypes that do not fit; nothing of the arrays is read."""
+        weights, pattern = weights_of(constants[1], x[0], *x[-2:])
+        operands = dict(zip(needs_of(self.form), x, strict=True))
+        how = self.epilogue, (), None, self.guard, False, pattern, None, False, self.form
+        make(False, {**operands, "weights": weights}, *how)
+
+    def plain(self, ops: Any, x: Sequence[Any], constants: Constants) -> tuple[Any, ...]:
+        """Return the results by `ops`."""
+        a, b, *operands, a_dot, a_ddot = x
+
+        def run(a: Any, b: Any, a_dot: Any, a_ddot: Any, spread: Any) -> Any:
+            own = [spread(y) for y in operands]
+            how = _formula(self.epilogue), constants[1], own
+            return _moved(ops, *how, ops.matmul(a, b), b, a_dot, a_ddot)
+
+        return _as_matrices(run, a, b, a_dot, a_ddot)
+
+    def wanted(self, needs: Sequence[str]) -> list[bool]:
+        """Return of which operands a public function's `needs` asks for gradients."""
+        return [name in needs for name in needs_of(self.form)]
+
+    def gradients(self, found: Sequence[Any], needs: Sequence[str]) -> tuple[Any, ...]:
+        """Return gradients, one for each operand, as the operation has them."""
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -205,7 +279,39 @@ class NetworkCall:
         return NetworkGradients(*[y if name in needs else None for y, name in groups])
 
 
-JetCall = LayerCall | NetworkCall
+JetCall = LayerCall | FormulaCall | NetworkCall
+
+
+def _layer_shapes(
+    a: Any, b: Any, bias: Any, a_dot: Any, constants: Constants
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a layer's results."""
+    own = [() if y is None else tuple(y.shape[:-2]) for y in (a, b, bias)]
+    value = *np.broadcast_shapes(*own), *tuple(a.shape)[-2:-1], *tuple(b.shape)[1:][-1:]
+    seconds = a_dot if constants[1] is None else constants[1]
+    return value, (a_dot.shape[0], *value), (seconds.shape[0], *value)
+
+
+def _as_matrices(run: Any, a: Any, b: Any, a_dot: Any, a_ddot: Any) -> tuple[Any, ...]:
+    """Return what `run` makes of matrices, with the axes that 1-D operands leave out.
+
+    It is given too what puts these axes back in an operand of the result's axes.
+    """
+    row, column = a.ndim == 1, b.ndim == 1
+
+    def spread(y: Any) -> Any:
+        y = y[..., None] if column and y.ndim else y
+        return y[..., None, :] if row and y.ndim else y
+
+    if row:
+        a, a_dot = a[None, :], a_dot[:, None, :]
+        a_ddot = None if a_ddot is None else a_ddot[:, None, :]
+    found = run(a, b[:, None] if column else b, a_dot, a_ddot, spread)
+    if column:
+        found = tuple([y[..., 0] for y in found])
+    if row:
+        found = tuple([y[..., 0] if column else y[..., 0, :] for y in found])
+    return tuple(found)
 
 
 def any_of(needs: Any) -> bool:
@@ -216,17 +322,23 @@ def any_of(needs: Any) -> bool:
 # --- from the public functions --------------------------------------------------------------------
 def layer_call(
     operation: Any, operands: Sequence[Any], activation: Any, flags: Sequence[Any], out: Any,
-    backend: Any, what: str,
-) -> tuple[LayerCall, list[Any], list[Any], Constants, bool]:  # fmt: skip
-    """Return a call of a layer's jet: what it is, its cotangents, operands and constants, and
-    whether it keeps what its backward needs; `what` forbids `out`.
+    backend: Any, what: str, array: Callable[[float, Any], Any],
+) -> tuple[LayerCall | FormulaCall, list[Any], list[Any], Constants, bool]:  # fmt: skip
+    """Return a call of a layer's or a formula's jet: what it is, its cotangents, operands and
+    constants, and whether it keeps what its backward needs; `what` forbids `out`.
+
+    `array` makes an array of a Python number, like another one.
     """
     given = dict(zip(operation.operands, operands, strict=True))
     _refuse_out(out, what)
     guard, keep = flags[:2]
     grads = [given[name] for name in ("grad", "grad_dot", "grad_ddot") if name in given]
-    x = [given[name] for name in LayerCall.names]
-    return LayerCall(get(activation), guard, backend), grads, x, (None, given["weights"]), keep
+    x = [given[name] for name in needs_of(operation.form)]
+    first = next((y for y in x if hasattr(y, "dtype")), None)
+    x = [array(y, first) if type(y) in NUMBERS else y for y in x]
+    call: Any = LayerCall if operation.form is None else FormulaCall
+    made = activation if operation.form is not None else get(activation)
+    return call(made, guard, backend), grads, x, (None, given["weights"]), keep
 
 
 def network_call(
@@ -278,9 +390,9 @@ class FusedFormulas:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
-    def elementwise(self, f: UserEpilogue, z: Any) -> Any:
-        """Return the results of a formula of `z`, none where it has none."""
-        return elementwise(f, z, backend=self._backend) if f.graphs else ()
+    def elementwise(self, f: UserEpilogue, *x: Any) -> Any:
+        """Return the results of a formula of elements, none where it has none."""
+        return elementwise(f, *x, backend=self._backend) if f.graphs else ()
 
 
 @lru_cache(maxsize=64)
@@ -303,10 +415,39 @@ def _layer(
     z = ops.matmul(a, b)
     if bias is not None:
         z = z + bias
+    return _moved(ops, curves(f), weights, (), z, b, a_dot, a_ddot)
+
+
+@lru_cache(maxsize=64)
+def _formula(f: UserEpilogue) -> tuple[UserEpilogue, tuple[float | None, ...]]:
+    """Return a formula's value and its first two derivatives by the sum, as of `curves`.
+
+    Activations are written out, as their own derivatives end with the third.
+    """
+    jet = dict(epilogue_jet(f.over(1)).value.jet().results)
+    zero = constant(0)
+    graphs = expand([jet["out"], jet.get("slope_z", zero), jet.get("bend_z_z", zero)])
+    values: list[Any] = [e.payload if e.op == "const" else None for e in graphs]
+    constants = tuple([None if c is None else float(c) for c in values])
+    inputs = "z", *(f"x_{i}" for i in range(len(f.parameters) - 1))
+    places = {leaf(name): leaf(f"p_{i}") for i, name in enumerate(inputs)}
+    pairs = zip(graphs, constants, strict=True)
+    made = replace_leaves([e for e, c in pairs if c is None], places)
+    source = "a formula's, derived"
+    return UserEpilogue(f"{f.name} and derivatives", source, f.parameters, made, True), constants
+
+
+def _moved(
+    ops: Any, curves: tuple[UserEpilogue, Any], weights: Any, operands: Sequence[Any], z: Any,
+    b: Any, a_dot: Any, a_ddot: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Return the jet of a formula of z, the sum of a @ b."""
     dot = ops.matmul(_spread(a_dot, z.ndim), b)
-    formula, constants = curves(f)
-    varying = iter(ops.elementwise(formula, z))
+    formula, constants = curves
+    varying = iter(ops.elementwise(formula, z, *operands))
     value, slope, bend = [next(varying) if c is None else c for c in constants]
+    value = value if constants[0] is None else ops.constant(value, z)
+    value = value if value.shape == z.shape else ops.broadcast_to(value, z.shape)
     seconds = len(dot) if weights is None else weights.shape[0]
     ddot: Any = ops.broadcast_to(0 * z[None], (seconds, *z.shape))
     if a_ddot is not None:

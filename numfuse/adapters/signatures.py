@@ -25,6 +25,7 @@ from numfuse.problem.product import STORED
 
 if TYPE_CHECKING:
     from numfuse.fused_operations import FusedOperation
+    from numfuse.jets import JetOperation
 
 #: The functions that an adapter's module offers; silu_mul is activation_mul with "silu".
 NAMES = (
@@ -136,6 +137,10 @@ class FusedSignature(Signature):
 
 class JetSignature(Signature):
     """The arguments of a layer's jet with weights of its own (`JetOperation.bound`)."""
+
+    def __init__(self, operation: JetOperation) -> None:
+        super().__init__(operation)
+        self.label = operation.label
 
     def arguments(self, operands: Sequence[Any], *call: Any) -> dict[str, Any]:
         """Return the arguments by name, in one form, of a call as `Operation.other` gets it."""

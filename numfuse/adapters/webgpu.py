@@ -33,7 +33,7 @@ from numfuse.runtime.lifetimes import formulas_of
 if TYPE_CHECKING:
     from numfuse.operations import Operation
 
-__all__ = [*NAMES, "jet", "network", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "epilogue_jet", "jet", "network", "synchronize", "to_numpy"]
 
 #: The types of a `backend` that is a part of a fingerprint as it is; equal ones mean the same.
 _BACKENDS = frozenset((str, type(None), WebGpuBackend))
@@ -143,14 +143,14 @@ def jet(
     backend: str | Backend | None,
 ) -> Any:
     """Run a call of a layer's jet the long way."""
-    operation, operands = operation.bound(operands)
+    operation, operands = operation.bound(_with_numbers(operands))
     signature = JetSignature(operation)
     x = signature.arguments(operands, activation, flags, needs, out, backend)
     given = {name: y for name, y in x.items() if name in operation.operands and y is not None}
     device = next(y.device for y in given.values() if isinstance(y, DeviceArray))
     own, outs = _backend(backend, device), signature.outs(x)
     for name, y in (*given.items(), *outs.items()):
-        _check_place(name, y, device)
+        _check_place(signature.label(name), y, device)
     ghosts = {name: y.ghost for name, y in (given | outs).items()}
     store = Store(device, list(given.values()), list(outs.values()))
     known = {id(ghosts[name]): y for name, y in outs.items()}
@@ -186,8 +186,8 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
 
 def again(operation: Operation, *call: Any) -> Any:
     """Run a call; one that was made before is found by all that it depends on but its buffers."""
-    if type(operation) is JetOperation:
-        operation, operands = operation.bound(call[0])
+    if isinstance(operation, JetOperation):
+        operation, operands = operation.bound(_with_numbers(call[0]))
         call = operands, *call[1:]
     operands, activation, flags, needs, out, backend = call
     # Every array is looked at once, and nothing is called: this is the way of nearly every call.
@@ -247,6 +247,7 @@ def again(operation: Operation, *call: Any) -> Any:
     return result
 
 
+epilogue_jet = jet
 _OWN = stacks.Arrays(to_device, DeviceArray)
 
 

@@ -55,6 +55,9 @@ class Traits:
         whether a pre-activation was saved, in d_bias.
     libraries : tuple of str
         Libraries whose arrays of a device are operands as they are.
+    reassociates : bool
+        Whether a compiler of the device may order the sums within a formula by what else is
+        computed beside it.
     simulator : bool
         Whether kernels run in an interpreter, where only small shapes are affordable.
     """
@@ -67,6 +70,7 @@ class Traits:
     intermediate: str | None = None
     order: tuple[Literal["tier", "axes", "saved"], ...] = ()
     libraries: tuple[str, ...] = ()
+    reassociates: bool = False
     simulator: bool = False
 
 

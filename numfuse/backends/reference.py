@@ -168,6 +168,7 @@ def _jet(p: Any) -> None:
         z |= {} if known is None else {f"z{end}": [_wide(y) for y in known]}
 
     def of(part: Epilogue, **given: Any) -> dict[str, ndarray]:
+        given |= {y: _wide(x[y]) for y in p.operands}
         found = elementary.values(part.graphs, {leaf(y): given[y] for y in part.inputs})
         pairs = zip(part.results, found, strict=True)
         return {name: np.broadcast_to(value, p.shape) for (name, _), value in pairs}
@@ -196,8 +197,14 @@ def _jet(p: Any) -> None:
         _store_jet(p, z, value, directions, seconds, weights, weighted)
         return
     zero = np.zeros(p.shape)
-    terms = [y["d_z"] for y in (value, *directions, *seconds) if "d_z" in y]
-    q = [sum(terms[1:], terms[0]) if terms else zero]
+    parts = (value, *directions, *seconds)
+    total = {}
+    for name in jet.totals:
+        terms = [y[name] for y in parts if name in y]
+        total[name] = sum(terms[1:], terms[0]) if terms else zero
+    for name in p.slopes:
+        x[name][...] = sum_to(total.get(name, zero), x[name].shape, _LONG)
+    q = [total["d_z"]]
     q += [y.get("d_z_dot", zero) for y in directions]
     if p.moved:
         q += [y.get("d_z_ddot", zero) for y in seconds]

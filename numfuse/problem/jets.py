@@ -9,6 +9,10 @@ With z = a b + bias, z_dot[d] = a_dot[d] b and z_ddot[s] = a_ddot[s] b, a layer 
 and a backward makes what :class:`numfuse.epilogues.Jet` derives of that, then d_b = a' q +
 sum_d a_dot[d]' q_dot[d] + sum_s a_ddot[s]' q_ddot[s], and d_a = q b' with its two likes.
 
+In the place of f(z) there may be a user's formula f(z, x_0, x_1 ...) of operands that do not move;
+then a backward makes their gradients too, each the sum of what the value, every direction and every
+second derivative add at a point, over the axes along which its operand was broadcast.
+
 How a backend lowers one. A layer is a product group over rows: every point has a row of each of its
 *members*, 1 + D, or 1 + D + S where a_ddot is there, and all of them meet one b. So it is one tall
 product, whose epilogue takes the members of a point at once: a *row group*. D and S are numbers of
@@ -38,8 +42,18 @@ from numpy import ndarray
 
 from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
-from numfuse.epilogues import Jet, layer_jet, layer_jet_backward
-from numfuse.problem.operands import array_of, checked, output, shaped
+from numfuse.epilogues import (
+    Epilogue,
+    Jet,
+    epilogue_jet,
+    epilogue_jet_backward,
+    layer_jet,
+    layer_jet_backward,
+)
+from numfuse.language.curves import leaf
+from numfuse.problem.forms import Form
+from numfuse.problem.fused import FusedProblem
+from numfuse.problem.operands import array_of, as_plain, checked, output, same_dtype, shaped
 from numfuse.problem.results import (
     Fields,
     LayerJet,
@@ -47,7 +61,7 @@ from numfuse.problem.results import (
     check_needs,
     check_outputs,
 )
-from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, merge_axes
+from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, merge_axes, residual_view
 
 NEEDS = ("a", "b", "bias", "a_dot", "a_ddot")
 #: By array: the operands of which it has a member for each, of directions or of seconds.
@@ -75,14 +89,14 @@ class Stack(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class JetProblem:
-    """A layer's jet, or its backward.
+    """A layer's jet, or its backward; or those of a formula of one product.
 
     Arrays are (..., rows, columns) with batch axes that broadcast to `batch`, those of `MEMBERS`
     (D, ..., rows, columns) or (S, ..., rows, columns). `pre`, `pre_dot` and `pre_ddot` are the sums
     with the bias, in the accumulator's dtype: kept by a forward, and given to a backward.
     """
 
-    activation: Activation
+    activation: Any
     m: int
     n: int
     k: int
@@ -102,6 +116,8 @@ class JetProblem:
     #: The formulas, without what is absent, and guarded.
     jet: Jet
     result: Any
+    #: The operands of a formula, which has no bias: (..., M or 1, N or 1).
+    operands: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> ndarray | None:
         if name.startswith("__"):
@@ -125,6 +141,29 @@ class JetProblem:
             return tuple(name for name in self.arrays if name.startswith("d_"))
         return tuple(x for x in self.arrays if x.startswith(("out", "pre")))
 
+    @property
+    def slopes(self) -> tuple[str, ...]:
+        """Return the gradients of operands."""
+        return tuple([name for name in self.arrays if name.startswith("d_x_")])
+
+    def operand_sums(self) -> FusedProblem:
+        """Return the sums of the gradients of operands to their shapes.
+
+        What is summed are arrays of all points, in the accumulator's dtype, called ``whole_d_x_0``
+        and so on.
+        """
+        arrays, results, stored, summed = dict[str, ndarray](), [], [], []
+        for name in self.slopes:
+            whole = f"whole_{name}"
+            arrays[name] = self.arrays[name]
+            arrays[whole] = np.broadcast_to(np.empty((), self.acc_dtype), self.shape)
+            results.append((name, leaf(whole)))
+            (stored if arrays[name].shape == self.shape else summed).append(name)
+        ties = self.jet.value.ties
+        epilogue = Epilogue("sums", (), tuple(arrays)[1::2], tuple(results), ties)
+        head = self.activation, self.m, self.n, 0, self.batch, self.dtype, self.acc_dtype, arrays
+        return FusedProblem(*head, {}, epilogue, tuple(stored), tuple(summed), {}, (), {}, None)
+
     def without_terms(self) -> list[str] | None:
         """Return the results that are zero, if nothing else is to be computed; else None."""
         if self.results and self.m and self.n and 0 not in self.batch:
@@ -135,16 +174,20 @@ class JetProblem:
 def make(
     backward: bool, given: Mapping[str, Any], activation: Any, needs: Any, out: Any, guard: bool,
     keep: bool, pattern: bytes, stack: Stack | None, ghosts: bool = False,
+    form: Form | None = None,
 ) -> JetProblem:  # fmt: skip
-    """Return the problem of a jet; see the public functions for what is accepted and raised."""
-    if type(activation) is not Activation:
+    """Return the problem of a jet; see the public functions for what is accepted and raised.
+
+    With a form, `activation` is a user's epilogue.
+    """
+    if type(activation) is not Activation and form is None:
         activation = get_activation(activation)
     kept = {name: x for name, x in given.items() if name.startswith("pre") and x is not None}
     weights, apart = given.get("weights"), ("weights", "pre", "pre_dot", "pre_ddot")
     rest = {name: array_of(x) for name, x in given.items() if name not in apart}
     if stack is None and rest["a_dot"] is None:
         raise TypeError("a_dot must be an array, got None")
-    x, dtype, acc = _checked(rest)
+    x, dtype, acc = _checked(rest, form)
     first = x["a"] if stack is None else x["a"][..., 0, :]
     sizes, a, b, bias = gemm_shape(first, x["b"], x.get("bias"))
     if stack is None:
@@ -159,22 +202,28 @@ def make(
     if weights is not None:
         arrays["weights"] = weights
     for name, y in (*x.items(), *kept.items()):
-        if name not in ("a", "b", "bias"):
+        if form is not None and name in form.others:
+            arrays[name] = residual_view(sizes, y, label_of(form, name))
+        elif name not in ("a", "b", "bias"):
             arrays[name] = _promoted(name, y, x["a"].shape, sizes, counts, stack)
-    specs = _results(backward, x, sizes, (dtype, acc), counts, needs, keep, stack)
-    made, result = _outputs(specs, out, {**x, **kept}, backward)
+    specs = _results(backward, x, sizes, (dtype, acc), counts, needs, keep, stack, form)
+    made, result = _outputs(specs, out, {**x, **kept}, backward, form)
     for name, y in made.items():
         like = "a" if name.startswith("d_a") else name.removeprefix("d_")
         if stack is not None and name not in SHARED:
             arrays[name] = _as_rows(y)
+        elif form is not None and like in form.others:
+            arrays[name] = residual_view(sizes, y)
         else:
             arrays[name] = _as_matrix(like, y, sizes)
     moved = "a_ddot" in x if stack is None else stack.moved
-    jet = _formulas(activation, backward, arrays, pattern, guard, moved, stack is not None)
+    whole = None if form is None else activation.over(1)
+    jet = _formulas(activation, whole, backward, arrays, pattern, guard, moved, stack is not None)
     sized: Fields = dict(zip(("m", "n", "k", "batch"), sizes, strict=False)) | counts
     sized |= {"dtype": dtype, "acc_dtype": acc, "pattern": pattern, "moved": moved}
-    form: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
-    p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **form)
+    how: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
+    how |= {"operands": () if form is None else form.others}
+    p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **how)
     if p.batch:
         _fold(p, ghosts)
     return p
@@ -187,10 +236,37 @@ def _as_rows(x: ndarray) -> ndarray:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def _checked(given: Mapping[str, Any]) -> tuple[dict[str, ndarray], Any, Any]:
+def needs_of(form: Form | None) -> tuple[str, ...]:
+    """Return the operands whose gradients a backward makes."""
+    return NEEDS if form is None else ("a", "b", *form.others, "a_dot", "a_ddot")
+
+
+def label_of(form: Form | None, name: str) -> str:
+    """Return what a message calls an array."""
+    if form is None or name.removeprefix("d_") not in form.others:
+        return name
+    label = form.label(name)
+    before, core = ("d_", label[2:]) if name.startswith("d_") else ("", label)
+    return f"{before}operands[{name.rpartition('_')[2]}]" if core in _OWN else label
+
+
+#: The names of a call's other arrays, which an operand of a formula may have too.
+_OWN = frozenset((*NEEDS, *MEMBERS, "grad", "weights", "pre", "out"))
+
+
+def _checked(given: Mapping[str, Any], form: Form | None) -> tuple[dict[str, ndarray], Any, Any]:
     """Return the operands that are there, their dtype, and its accumulator's."""
     grads = {name: y for name, y in given.items() if not name.startswith("grad") or y is not None}
-    return checked(grads)
+    if form is None:
+        return checked(grads)
+    found: dict[str, ndarray] = {}
+    for name, y in grads.items():
+        if y is not None or name in form.others:
+            found[name] = as_plain(label_of(form, name), y)
+    for name in ("a", "b"):
+        if name not in found:
+            raise TypeError(f"{name} must be an array, got None")
+    return found, *same_dtype({label_of(form, name): y for name, y in found.items()})
 
 
 def _as_matrix(like: str, x: ndarray, sizes: GemmShape) -> ndarray:
@@ -232,13 +308,18 @@ def _members(stack: Stack, whole: bool) -> int:
 
 def _results(
     backward: bool, x: Mapping[str, ndarray], sizes: GemmShape, dtypes: tuple[Any, Any],
-    counts: Mapping[str, int], needs: Any, keep: bool, stack: Stack | None,
+    counts: Mapping[str, int], needs: Any, keep: bool, stack: Stack | None, form: Form | None,
 ) -> dict[str, tuple[Shape, Any] | None]:  # fmt: skip
     """Return the shape and dtype of each result, in their order; None where it is not wanted."""
     dtype, acc = dtypes
     if backward:
-        wanted = NEEDS if needs is None else check_needs(needs, NEEDS)
-        return {f"d_{y}": (x[y].shape, dtype) if y in wanted and y in x else None for y in NEEDS}
+        names = needs_of(form)
+        wanted = names if needs is None else check_needs(needs, names)
+        numbers = (
+            [] if form is None else [f"x_{i}" for i, is_one in enumerate(form.numbers) if is_one]
+        )
+        own = {y: acc if y in numbers else dtype for y in names}
+        return {f"d_{y}": (x[y].shape, own[y]) if y in wanted and y in x else None for y in names}
     d, s, visible = counts["directions"], counts["seconds"], sizes.visible
     shapes = {"": visible, "_dot": (d, *visible), "_ddot": (s, *visible)}
     if stack is not None:
@@ -258,27 +339,31 @@ def _results(
 
 
 def _outputs(
-    specs: Mapping[str, Any], out: Any, others: dict[str, ndarray], backward: bool
-) -> tuple[Fields, Any]:
+    specs: Mapping[str, Any], out: Any, others: dict[str, ndarray], backward: bool,
+    form: Form | None,
+) -> tuple[Fields, Any]:  # fmt: skip
     """Return the results by name, new or the caller's, and what the caller gets."""
-    outs = outputs(out, NEEDS if backward else (), len(specs))
+    outs = outputs(out, needs_of(form) if backward else (), len(specs))
+    others = {label_of(form, name): y for name, y in others.items()}
     made: dict[str, ndarray] = {}
     found: list[Any] = []
     for (name, spec), given in zip(specs.items(), outs, strict=True):
-        array = None
+        array, label = None, label_of(form, name)
         if spec is None:
             if given is not None:
-                raise ValueError(f"{name} in out must be None where it is not needed, got an array")
+                raise ValueError(
+                    f"{label} in out must be None where it is not needed, got an array"
+                )
         elif given is None:
             array = np.empty(*spec)
         else:
             shape, dtype = spec
-            others[name] = array = output(name, given, shape, dtype, others)
+            others[label] = array = output(label, given, shape, dtype, others)
         if array is not None:
             made[name] = array
         found.append(array if given is None else given)
     if backward:
-        return made, LayerJetGradients(*found)
+        return made, LayerJetGradients(*found) if form is None else tuple(found)
     return made, LayerJet(*found) if len(found) == 3 else tuple(found)
 
 
@@ -298,11 +383,19 @@ def outputs(out: Any, needs: tuple[str, ...], count: int) -> Sequence[Any]:
 
 
 def _formulas(
-    f: Activation, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes, guard: bool,
+    f: Any, whole: Epilogue | None, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes, guard: bool,
     moved: bool, stacked: bool,
 ) -> Jet:  # fmt: skip
     """Return the formulas of a call, without what is absent."""
-    jet = layer_jet_backward(f.curve) if backward else layer_jet(f.curve)
+    if whole is not None:
+        jet = epilogue_jet_backward(whole) if backward else epilogue_jet(whole)
+        unused = {f"d_{x}" for x in whole.operands} - arrays.keys()
+        if backward and unused:
+            jet = jet.each(
+                lambda part: part.select(*[x for x, _ in part.results if x not in unused])
+            )
+    else:
+        jet = layer_jet_backward(f.curve) if backward else layer_jet(f.curve)
     absent = [x for x in ("grad", "grad_dot", "grad_ddot") if x not in arrays and not stacked]
     if "bias" not in arrays or (backward and "pre" in arrays):
         absent.append("bias")
@@ -329,6 +422,8 @@ def _fold(p: JetProblem, ghosts: bool) -> None:
         elif name in SHARED:
             if any(length != 1 for length in x.shape[:-2]):
                 return
+            views[name] = x[(0,) * (x.ndim - 2)]
+        elif name.removeprefix("d_") in p.operands and x.size == x.shape[-1]:
             views[name] = x[(0,) * (x.ndim - 2)]
         elif x.shape[lead:-1] != rows:
             return

@@ -128,6 +128,17 @@ class LayerJetGradients(NamedTuple):
     d_a_ddot: Any
 
 
+class EpilogueJetGradients(NamedTuple):
+    """The gradients of a formula's jet; None where not needed."""
+
+    d_a: Any
+    d_b: Any
+    #: A tuple, one for each operand.
+    d_operands: Any
+    d_a_dot: Any
+    d_a_ddot: Any
+
+
 class NetworkJet(NamedTuple):
     """The value of a network, its tangents and its weighted second derivatives."""
 

@@ -16,12 +16,13 @@ from autograd.extend import defjvp_argnums, defvjp_argnums
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval, isbox
 
-from numfuse import fusion, gated, networks
+from numfuse import epilogue_jets, fusion, gated, networks
 from numfuse import jets as layers
 from numfuse.activations import get
 from numfuse.adapters import pieces
 from numfuse.adapters.autograd.boxes import items, like, primitive, through
 from numfuse.adapters.autograd.epilogues import fused
+from numfuse.adapters.autograd.jets import layer as epilogue_jet
 from numfuse.adapters.autograd.jets import layer as jet
 from numfuse.adapters.autograd.jets import network
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How, Primitive
@@ -29,9 +30,19 @@ from numfuse.adapters.surface import NAMES, Functions
 from numfuse.operations import OPERATIONS
 from numfuse.runtime.dispatch import AGAIN
 
-_HOMES = fusion, gated, layers, networks
+_HOMES = fusion, gated, layers, epilogue_jets, networks
 _FUSED = {name: getattr(home, name) for home in _HOMES for name in home.__all__}
-__all__ = [*NAMES, *_FUSED, "activation", "fused", "jet", "network", "synchronize", "to_numpy"]
+__all__ = [
+    *NAMES,
+    *_FUSED,
+    "activation",
+    "epilogue_jet",
+    "fused",
+    "jet",
+    "network",
+    "synchronize",
+    "to_numpy",
+]
 
 
 # --- primitives ---------------------------------------------------------------------------------

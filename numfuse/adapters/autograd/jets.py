@@ -132,13 +132,17 @@ def _run_backward(
     return call.gradients([next(rest) if need else None for need in wanted], needs)
 
 
+def _array(x: float, like: Any) -> Any:
+    return np.asarray(x, None if like is None else like.dtype)
+
+
 def layer(
     operation: Any, operands: Sequence[Any], activation: Any, flags: Sequence[Any], needs: Any,
     out: Any, backend: Any,
 ) -> Any:  # fmt: skip
-    """Run an operation of a layer's jet."""
+    """Run an operation of a layer's jet, or of a formula's."""
     how = operation, operands, activation, flags, out, backend
-    call, grads, x, constants, keep = layer_call(*how, _WHAT)
+    call, grads, x, constants, keep = layer_call(*how, _WHAT, _array)
     if grads:
         return _run_backward(call, grads, x, constants, None, needs)
     return _run(call, x, constants, keep)

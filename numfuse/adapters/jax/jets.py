@@ -24,7 +24,7 @@ from numfuse.adapters.jax.calls import abstract_results, agreed, fitted, in_fron
 from numfuse.adapters.jax.formulas import Graphs, values
 from numfuse.adapters.jax.operations import Shape
 from numfuse.adapters.jax.primitives import mapped
-from numfuse.adapters.jets import RESULTS, JetCall, LayerCall, layer_call, network_entry
+from numfuse.adapters.jets import RESULTS, JetCall, NetworkCall, layer_call, network_entry
 from numfuse.runtime.strided import ghost
 
 _GRADS = "grad", "grad_dot", "grad_ddot"
@@ -189,8 +189,9 @@ class _Ops:
     broadcast_to = staticmethod(jnp.broadcast_to)
 
     @staticmethod
-    def elementwise(f: Any, z: Any) -> Any:
-        return values(Graphs(f.graphs, ("p_0",), False), z) if f.graphs else ()
+    def elementwise(f: Any, *x: Any) -> Any:
+        names = [f"p_{i}" for i in range(len(x))]
+        return values(Graphs(f.graphs, names, False), *x) if f.graphs else ()
 
     @staticmethod
     def constant(x: Any, like: Any) -> Any:
@@ -250,7 +251,7 @@ def _made(form: Form, given: Sequence[Any]) -> _Arrays:
 def _batched(
     plain: Any, name: str, given: Sequence[Any], axes: Sequence[Any], *, form: Form
 ) -> Any:
-    if isinstance(form.call, LayerCall):
+    if not isinstance(form.call, NetworkCall):
         found = jax.vmap(partial(plain, form), axes)(*given)
     else:
         bind = _PRIMITIVES[name].bind
@@ -379,13 +380,17 @@ def _run_backward(
     return call.gradients(_bind(call, grads, x, constants, call.wanted(needs)), needs)
 
 
+def _array(x: float, like: Any) -> Any:
+    return jnp.asarray(x, None if like is None else like.dtype)
+
+
 def layer(
     operation: Any, operands: Sequence[Any], activation: Any, flags: Sequence[Any], needs: Any,
     out: Any, backend: Any,
 ) -> Any:  # fmt: skip
-    """Run an operation of a layer's jet."""
+    """Run an operation of a layer's jet, or of a formula's."""
     how = operation, operands, activation, flags, out, backend
-    call, grads, x, constants, keep = layer_call(*how, _WHAT)
+    call, grads, x, constants, keep = layer_call(*how, _WHAT, _array)
     if grads:
         return _run_backward(call, grads, x, constants, operands[-1] is not None, needs)
     return _run(call, x, constants, keep)

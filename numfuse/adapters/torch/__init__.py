@@ -18,12 +18,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from numfuse import fusion, gated, networks
+from numfuse import epilogue_jets, fusion, gated, networks
 from numfuse import jets as layers
 from numfuse.adapters.surface import NAMES
 from numfuse.adapters.torch.eager import TENSORS
 from numfuse.adapters.torch.functions import activation, again, public
 from numfuse.adapters.torch.functions import fused as fused
+from numfuse.adapters.torch.jets import layer as epilogue_jet
 from numfuse.adapters.torch.jets import layer as jet
 from numfuse.adapters.torch.jets import network
 from numfuse.adapters.torch.kept import recompute
@@ -32,7 +33,7 @@ from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
-_HOMES = fusion, gated, layers, networks
+_HOMES = fusion, gated, layers, epilogue_jets, networks
 #: The functions of epilogues and jets, which come here by their tensors.
 FUSED = tuple([name for home in _HOMES for name in home.__all__])
 
@@ -42,6 +43,7 @@ __all__ = [
     "GatedLinear",
     "Linear",
     "activation",
+    "epilogue_jet",
     "jet",
     "network",
     "recompute",

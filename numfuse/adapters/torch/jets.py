@@ -240,15 +240,19 @@ def _run_backward(
 
 
 # --- calls of the public functions ----------------------------------------------------------------
+def _array(x: float, like: Any) -> Tensor:
+    return torch.tensor(x, dtype=None if like is None else like.dtype)
+
+
 def layer(
     operation: Any, operands: Sequence[Any], activation: Any, flags: Sequence[Any], needs: Any,
     out: Any, backend: Any,
 ) -> Any:  # fmt: skip
-    """Run an operation of a layer's jet."""
+    """Run an operation of a layer's jet, or of a formula's."""
     if _is_on_a_gpu(operands):
         return on_cuda().jet(operation, operands, activation, flags, needs, out, backend)
     how = operation, operands, activation, flags, out, backend
-    call, grads, x, constants, keep = layer_call(*how, _WHAT)
+    call, grads, x, constants, keep = layer_call(*how, _WHAT, _array)
     if grads:
         kept = operands[-3:] if operands[-3] is not None else None
         return _run_backward(call, grads, x, constants, kept, needs)

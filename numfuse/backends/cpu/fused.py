@@ -96,7 +96,7 @@ def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
     if itemsize:
         kept = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, kept, itemsize, library.chunk(fmt))
-    part = Part(arrays, *blocks, partial(_work, p), _by_rows(p), (*p.summed, *p.products))
+    part = Part(arrays, *blocks, partial(work, p), _by_rows(p), (*p.summed, *p.products))
     return record(p, names, [part], threads, zeroed)
 
 
@@ -135,7 +135,7 @@ def _direction(p: FusedProblem, name: str) -> str:
 
 
 # --- products -------------------------------------------------------------------------------------
-def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> Work:
+def work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> Work:
     """Return what is done for a block."""
     block = _Block(p, x, batch)
     epilogue, last = block.sums()

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from numfuse.backends.cpu import tiling
+from numfuse.backends.cpu import fused, tiling
 from numfuse.backends.cpu.descriptors import Group, Slots
-from numfuse.backends.cpu.kernels import groups, library, rows
+from numfuse.backends.cpu.kernels import groups, library, protocol, rows
 from numfuse.backends.cpu.launch.sequence import Operand, Program, temporary
 from numfuse.backends.cpu.llvm import vectors
 from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, record
@@ -45,16 +45,23 @@ def jet(p: JetProblem, names: Sequence[str], threads: int) -> Program:
         d_b = used["d_b"]
         size = p.k * p.n
         used["d_b"] = d_b._replace(shape=(1, size), strides=(size * d_b.itemsize, d_b.itemsize))
+    most = protocol.MOST_SLOTS - groups.COUNT
+    if len(p.operands) + len(p.slopes) > most:
+        raise ValueError(
+            f"the jet of an epilogue on the CPU must have at most {most} operands and gradients of "
+            f"operands, got {len(p.operands) + len(p.slopes)}"
+        )
     fmt = format_of(p.dtype)
     rows_, members = max(1, p.m), max(1, math.prod(p.batch))
     if p.backward or not _in_place(p):
         size = vectors.itemsize(library.grad_pre_format(fmt)) * p.members
-        width = p.n * p.backward + p.k * (not _in_place(p))
+        width = p.n * p.backward * (1 + len(p.operands)) + p.k * (not _in_place(p))
         rows_, together = _block(p, size * max(1, width), library.chunk(fmt))
         members = members if _sums_left(p) else together
     work = partial(_backward if p.backward else _forward, p)
-    by_rows = frozenset(name for name in used if name not in SHARED)
-    part = Part(used, rows_, members, work, by_rows, ("d_b", "d_bias"))
+    one_row = {x for y in p.operands for x in (y, f"d_{y}") if x in used and _is_row(p, used[x])}
+    by_rows = frozenset(name for name in used if name not in SHARED and name not in one_row)
+    part = Part(used, rows_, members, work, by_rows, ("d_b", "d_bias", *p.slopes))
     return record(p, names, [part], threads)
 
 
@@ -68,6 +75,11 @@ def _block(p: JetProblem, nbytes: int, chunk: int) -> tuple[int, int]:
     if p.m <= points:
         return max(1, p.m), max(1, points // max(1, p.m))
     return tiling.round_up(-(-p.m // -(-p.m // points)), chunk), 1
+
+
+def _is_row(p: JetProblem, x: Operand) -> bool:
+    """Whether an operand of a formula, or its gradient, has one row for all points."""
+    return x.shape[-2] == 1 != p.m
 
 
 def _used(p: JetProblem, arrays: Operands) -> dict[str, Operand]:
@@ -107,8 +119,9 @@ def _value(p: JetProblem, x: Operand) -> Operand:
 
 
 def _slots(
-    p: JetProblem, given: Mapping[str, Operand | None], seconds: int, over: Operand
-) -> Slots:
+    p: JetProblem, given: Mapping[str, Operand | None], seconds: int, over: Operand,
+    more: Sequence[Operand] = (),
+) -> Slots:  # fmt: skip
     """Return operands in the slots of a group: each member's step is behind the first one's."""
     every: list[Operand | None] = [None] * groups.COUNT
     for name, x in given.items():
@@ -122,16 +135,22 @@ def _slots(
                 step = p.arrays[x.name].strides[0]
             every[slot + 1] = x._replace(shape=(2, 2), strides=(step, 0))
     every[groups.SLOTS["sizes"]] = over._replace(shape=(2, 2), strides=(p.directions, seconds))
-    return Slots.of(every)
+    return Slots.of([*every, *more])
 
 
-def _group(p: JetProblem) -> Group:
-    return Group(p.members, groups.scratch_rows(p.directions, p.seconds))
+def _group(p: JetProblem, g: groups.Group) -> Group:
+    return Group(p.members, groups.scratch_rows(g, p.directions, p.seconds))
 
 
-def _contiguous(x: Operands) -> bool:
+def _operands(p: JetProblem, x: Operands) -> tuple[tuple[str, bool], ...]:
+    """Return the operands of a formula, and whether one element of each serves a row."""
+    return tuple([(name, x[name].shape[-1] == 1 != p.n) for name in p.operands])
+
+
+def _contiguous(p: JetProblem, x: Operands) -> bool:
     """Whether what a row function of a group reads and writes lies by rows."""
-    others = ("a", "b", "d_a", "d_b", "a_dot", "a_ddot", "d_a_dot", "d_a_ddot", "weights")
+    others = {"a", "b", "d_a", "d_b", "a_dot", "a_ddot", "d_a_dot", "d_a_ddot", "weights"}
+    others |= {*p.slopes, *(name for name, once in _operands(p, x) if once)}
     return all(y.strides[-1] == y.itemsize for name, y in x.items() if name not in others)
 
 
@@ -158,8 +177,8 @@ def _forward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
     kept = "pre" in x
     g = groups.group(
         p.jet, fmt, fmt, (p.directions, p.seconds), p.pattern, backward=False, product=True,
-        moved=p.moved, stacked=p.stacked, contiguous=_contiguous(x), kept=kept,
-        weights="weights" in x,
+        moved=p.moved, stacked=p.stacked, contiguous=_contiguous(p, x), kept=kept,
+        weights="weights" in x, operands=_operands(p, x),
     )  # fmt: skip
     given = {"bias": x.get("bias"), "weights": x.get("weights"), "out": x["out"]}
     if p.stacked:
@@ -168,8 +187,8 @@ def _forward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
     else:
         given |= {"first": x.get("out_dot"), "second": x.get("out_ddot")}
         given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
-    slots = _slots(p, given, p.seconds, x["out"])
-    passes.append(Pass(groups.row(g), slots, (stack, x["b"]), group=_group(p)))
+    slots = _slots(p, given, p.seconds, x["out"], [x[name] for name in p.operands])
+    passes.append(Pass(groups.row(g), slots, (stack, x["b"]), group=_group(p, g)))
     return Work(passes, own=own)
 
 
@@ -178,7 +197,7 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
     held = library.grad_pre_format(fmt)
     own: list[Operand] = []
     passes: list[Pass] = []
-    m, n = _points(x), p.n
+    m, n = _points(p, x), p.n
     stack = None
     if not saved or "d_b" in x:
         stack = _stack(p, x, own, passes)
@@ -190,8 +209,8 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
         own.append(sums)
     g = groups.group(
         p.jet, fmt, held, (p.directions, p.seconds), p.pattern, backward=True, product=not saved,
-        moved=p.moved, stacked=p.stacked, contiguous=_contiguous(x), sums=sums is not None,
-        weights="weights" in x,
+        moved=p.moved, stacked=p.stacked, contiguous=_contiguous(p, x), sums=sums is not None,
+        weights="weights" in x, operands=_operands(p, x), slopes=p.slopes,
     )  # fmt: skip
     first = q._replace(
         shape=(*batch, m, n), strides=(*q.strides[:-2], q.strides[-2] * p.members, q.strides[-1])
@@ -206,12 +225,22 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
         given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
     if not saved:
         given["bias"] = x.get("bias")
-    slots = _slots(p, given, p.seconds, q)
+    acc = format_of(p.acc_dtype)
+    wholes = [temporary(f"whole_{name}", (*batch, m, n), acc) for name in p.slopes]
+    own += wholes
+    slots = _slots(p, given, p.seconds, q, [*(x[name] for name in p.operands), *wholes])
     factors = None if saved or stack is None else (stack, x["b"])
-    passes.append(Pass(groups.row(g), slots, factors, group=_group(p)))
+    passes.append(Pass(groups.row(g), slots, factors, group=_group(p, g)))
     passes += _left(p, x, q, batch)
-    gradients: dict[str, list[Factors]] = {}
+    gradients: dict[str, Sequence[Factors]] = {}
     partials = {} if sums is None else {"d_bias": Partials(sums)}
+    if wholes:
+        there = {name: x[name] for name in p.slopes} | {y.name: y for y in wholes}
+        added = fused.work(p.operand_sums(), there, batch)
+        passes += added.passes
+        gradients |= added.gradients
+        partials |= added.partials
+        own += added.own
     if "d_b" in x and stack is not None:
         if x["d_b"].shape == (p.k, p.n) or batch:
             gradients["d_b"] = [(stack.turned(), q)]
@@ -271,6 +300,7 @@ def _left(p: JetProblem, x: Operands, q: Operand, batch: tuple[int, ...]) -> lis
     return [Pass(row, made, factors, group=Group(p.members, 1), summed=summed)]
 
 
-def _points(x: Operands) -> int:
+def _points(p: JetProblem, x: Operands) -> int:
     """Return the points of a block."""
-    return max(y.shape[-2] for name, y in x.items() if name not in SHARED)
+    apart = {*SHARED, *p.operands, *p.slopes}
+    return max(y.shape[-2] for name, y in x.items() if name not in apart)

@@ -59,6 +59,7 @@ class WebGpuBackend(OneRun):
             dtypes=tuple(sorted(device.dtypes)),
             subnormals=tuple(sorted(device.flushes_subnormals)),
             division=2.5,
+            reassociates=True,
         )
 
     @property

@@ -27,7 +27,8 @@ SLOTS = {
     "bias": 0, "weights": 1, "grad": 2, "out": 3, "pre": 4, "sums": 5, "sizes": 6, "first": 8,
     "second": 10, "pre_dot": 12, "pre_ddot": 14, "grad_dot": 16, "grad_ddot": 18,
 }  # fmt: skip
-#: How many there are: the scratch rows behind them hold a point's rows.
+#: How many there are. Behind them are the operands of a formula, and where their gradients go; the
+#: scratch rows behind those hold a point's rows.
 COUNT = 20
 #: Groups of at most so many directions, and of so many second derivatives, are printed as one loop.
 UNROLLED = 4
@@ -60,6 +61,25 @@ class Group(NamedTuple):
     #: Directions, second derivatives and the pattern of weights of a group that is unrolled.
     counts: tuple[int, int] | None = None
     pattern: bytes = b""
+    #: The operands of a formula: their names, and whether one element serves a row.
+    operands: tuple[tuple[str, bool], ...] = ()
+    #: The gradients of operands that are stored, of each point.
+    slopes: tuple[str, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Return how many slots there are."""
+        return COUNT + len(self.operands) + len(self.slopes)
+
+    @property
+    def room(self) -> int:
+        """Return the scratch rows of a group of loops before those of second derivatives."""
+        shared = sum(name.startswith("shared_") for name in _names(self.value))
+        return ROOM + shared + len(self.operands) + len(self.slopes)
+
+    def slot(self, name: str) -> int:
+        """Return the slot of an operand, or of the gradient of one."""
+        return COUNT + [*(x for x, _ in self.operands), *self.slopes].index(name)
 
     def terms(self, d: int) -> list[int]:
         """Return the second derivatives of an unrolled group that a direction adds to."""
@@ -80,12 +100,12 @@ def group(
     return Group(*parts, fmt, held, **how, counts=counts, pattern=pattern)
 
 
-def scratch_rows(directions: int, seconds: int) -> int:
+def scratch_rows(g: Group, directions: int, seconds: int) -> int:
     """Return the scratch rows that a group needs behind its slots, at the most."""
     held = 1 + directions + seconds
     if max(directions, seconds) <= UNROLLED:
-        return held + 4 + 4 * held
-    return held + 16 + seconds
+        return held + 4 + 4 * held + len(g.operands)
+    return held + g.room + seconds
 
 
 # --- templates ----------------------------------------------------------------------------------
@@ -203,6 +223,36 @@ class _Text:
         self.add(f"from_{name} = AT_{fmt}({at})", depth)
         return f"WIDEN_{fmt}(from_{name}[q])"
 
+    def operand(self, name: str) -> str:
+        """Open a row of an operand of a formula; return what reads an element."""
+        slot, fmt = self.g.slot(name), self.g.fmt
+        if not dict(self.g.operands)[name]:
+            return self.read(name, f"{slot}, 0", fmt)
+        self.add(f"from_{name} = AT_{fmt}(PLACE_OF(context, {slot}, point, 0))")
+        self.add(f"one_{name} = WIDEN_{fmt}(from_{name}[0])")
+        return f"one_{name}"
+
+    def slope(self, name: str) -> str:
+        """Open a row of an operand's gradient; return what stores an element, less its value."""
+        item = vectors.itemsize(self.acc)
+        at = f"MEMBER_ROW(context, {self.g.slot(name)}, 0, point, j, {item})"
+        self.add(f"to_{name} = AT_{self.acc}({at})")
+        return f"to_{name}[q] = "
+
+    def totals(self) -> tuple[str, ...]:
+        """Return what all parts of a backward add to."""
+        return ("d_z", *self.g.slopes) if self.g.backward else ()
+
+    def point(self) -> dict[str, str]:
+        """Open what belongs to a point's value; return what reads an element, by name."""
+        inputs = {"z": self.sum_of("z", _VALUE)}
+        if "bias" in self.g.value.inputs:
+            inputs["bias"] = self.read("bias", f"{SLOTS['bias']}, 0", self.g.fmt)
+        inputs |= {name: self.operand(name) for name, _ in self.g.operands}
+        if "grad" in self.g.value.inputs:
+            inputs["grad"] = self.grad("grad", _VALUE)
+        return inputs
+
     def grad(self, name: str, order: int, index: Any = 0, depth: int = 1) -> str:
         """Open a cotangent."""
         return self.read(name, self._place("grad", order, index), self.g.fmt, depth)
@@ -277,11 +327,7 @@ def unrolled(g: Group, name: str) -> str:
     t = _Text(g, name)
     t.opened()
     directions, seconds = g.counts
-    inputs = {"z": t.sum_of("z", _VALUE)}
-    if "bias" in g.value.inputs:
-        inputs["bias"] = t.read("bias", f"{SLOTS['bias']}, 0", g.fmt)
-    if "grad" in g.value.inputs:
-        inputs["grad"] = t.grad("grad", _VALUE)
+    inputs = t.point()
     inputs |= {x: f"new_{x}" for x in _names(g.value) if x.startswith("shared_")}
     body = [_called("VALUE", g.value, inputs)] if g.value.results else []
     bent = "bent" in _names(g.direction) or "grad_bent" in g.direction.inputs
@@ -289,7 +335,7 @@ def unrolled(g: Group, name: str) -> str:
         for d in range(directions):
             for s in g.terms(d):
                 t.add(f"w_{s}_{d} = AT_{t.acc}(PLACE_OF(context, {SLOTS['weights']}, {s}, {d}))[0]")
-    total = ["new_d_z"] if "d_z" in _names(g.value) else []
+    totals = {x: [f"new_{x}"] if x in _names(g.value) else [] for x in t.totals()}
     sums: list[list[str]] = [[] for _ in range(seconds)]
     grads = "grad_ddot" in g.second.inputs or "grad_bent" in g.direction.inputs
     ddots = []
@@ -312,7 +358,8 @@ def unrolled(g: Group, name: str) -> str:
         result, of_result = ("d_z_dot", "q") if g.backward else ("out_dot", "out")
         made = f"new_{result}_{d}" if result in _names(of) else "ZERO"
         body.append(f"{t.write(f'{result}_{d}', of_result, _DIRECTION, d)}({made})")
-        total += [f"new_d_z_{d}"] * ("d_z" in _names(of))
+        for x, added in totals.items():
+            added += [f"new_{x}_{d}"] * (x in _names(of))
         for w, s in terms if not g.backward else ():
             sums[s].append(f"{w}new_bent_{d}")
         if g.kept:
@@ -325,7 +372,8 @@ def unrolled(g: Group, name: str) -> str:
             own["grad_ddot"] = ddots[s]
         if g.second.results:
             body.append(_called("SECOND", g.second, inputs | own, at))
-        total += [f"new_d_z{at}"] * ("d_z" in _names(g.second))
+        for x, added in totals.items():
+            added += [f"new_{x}{at}"] * (x in _names(g.second))
         if not g.backward:
             every = [f"new_straight{at}"] * ("straight" in _names(g.second)) + sums[s]
             made = " + ".join(every) or "ZERO"
@@ -336,8 +384,10 @@ def unrolled(g: Group, name: str) -> str:
             made = f"new_d_z_ddot{at}" if "d_z_ddot" in _names(g.second) else "ZERO"
             body.append(f"{t.write(f'd_z_ddot_{s}', 'q', _SECOND, s)}({made})")
     if g.backward:
-        body.append(f"total = {' + '.join(total) or 'ZERO'}")
+        body.append(f"total = {' + '.join(totals['d_z']) or 'ZERO'}")
         body.append(f"{t.write('d_z', 'q', _VALUE)}(total)")
+        for x in g.slopes:
+            body.append(f"{t.slope(x)}{' + '.join(totals[x]) or 'ZERO'}")
     if g.sums:
         t.add(f"sums = AT_{t.acc}(OPEN_SUMS(context, {SLOTS['sums']}, point, j, n))")
         body.append("sums[q] = sums[q] + total")
@@ -352,21 +402,19 @@ def looped(g: Group, name: str) -> str:
     """Return the row function of a large group: loops over directions and second derivatives."""
     t = _Text(g, name)
     t.opened()
-    inputs = {"z": t.sum_of("z", _VALUE)}
-    for x in ("bias", "grad"):
-        if x in g.value.inputs:
-            place = f"{SLOTS['bias']}, 0"
-            inputs[x] = t.grad(x, _VALUE) if x == "grad" else t.read(x, place, g.fmt)
+    inputs = t.point()
     body = [_called("VALUE", g.value, inputs)] if g.value.results else []
     if not g.backward:
         body.append(f"{t.write('out', 'out', _VALUE)}(new_out)")
         if g.kept:
             body.append(f"{t.write('pre', 'pre', _VALUE)}(new_pre)")
     rows = [x for x in _names(g.value) if x.startswith("shared_")]
-    for x in (*rows, "total", "term"):
+    totals = {x: f"total_{x}[q]" for x in t.totals()}
+    for x in (*rows, *(f"total_{x}" for x in totals), "term"):
         t.add(f"{x} = AT_{t.acc}(SCRATCH_ROW(context, {t.scratch()}))")
     body += [f"{x}[q] = new_{x}" for x in rows]
-    body.append(f"total[q] = {'new_d_z' if 'd_z' in _names(g.value) else 'ZERO'}")
+    for x, total in totals.items():
+        body.append(f"{total} = {f'new_{x}' if x in _names(g.value) else 'ZERO'}")
     inputs |= {x: f"{x}[q]" for x in rows}
 
     def loop(lines: Sequence[str], depth: int) -> None:
@@ -416,8 +464,7 @@ def looped(g: Group, name: str) -> str:
     body.append(f"{t.write(result, of_result, _DIRECTION, 'd', 2)}({made})")
     if g.kept:
         body.append(f"{t.write('pre_dot', 'pre', _DIRECTION, 'd', 2)}({own['z_dot']})")
-    if "d_z" in _names(g.direction):
-        body.append("total[q] = total[q] + new_d_z")
+    body += [f"{y} = {y} + new_{x}" for x, y in totals.items() if x in _names(g.direction)]
     if "bent" in _names(g.direction):
         body.append("term[q] = new_bent")
     loop(body, 2)
@@ -425,24 +472,28 @@ def looped(g: Group, name: str) -> str:
     if not g.backward and bent:
 
         def opened_sum() -> None:
-            t.add(f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {ROOM} + s))", before_depth[-1])
+            t.add(
+                f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {g.room} + s))", before_depth[-1]
+            )
 
         weighted(lambda w: [f"sum_s[q] = sum_s[q] + {w}"], opened_sum)
     # --- second derivatives
-    if not g.backward or g.moved or "d_z" in _names(g.second):
+    if not g.backward or g.moved or any(x in _names(g.second) for x in totals):
         _second_results(g, t, inputs, loop)
     if g.backward:
-        body = [f"{t.write('d_z', 'q', _VALUE)}(total[q])"]
+        body = [f"{t.write('d_z', 'q', _VALUE)}(total_d_z[q])"]
+        body += [f"{t.slope(x)}{totals[x]}" for x in g.slopes]
         if g.sums:
             t.add(f"sums = AT_{t.acc}(OPEN_SUMS(context, {SLOTS['sums']}, point, j, n))")
-            body.append("sums[q] = sums[q] + total[q]")
+            body.append("sums[q] = sums[q] + total_d_z[q]")
         loop(body, 1)
         t.finish()
-    assert t.row <= ROOM and sums_from <= ROOM
+    assert t.row <= g.room and sums_from <= g.room
     return "\n".join([*t.lines, ""])
 
 
-#: Scratch rows of a group of loops before those of its sums of second derivatives.
+#: Scratch rows of a group of loops before those of its sums of second derivatives, and before what
+#: a formula asks for.
 ROOM = 16
 
 
@@ -451,7 +502,7 @@ def _second_sums(g: Group, t: _Text, inputs: dict[str, str], loop: Any) -> None:
     if g.backward:
         return
     t.add("for s in range(seconds):")
-    t.add(f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {ROOM} + s))", 2)
+    t.add(f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {g.room} + s))", 2)
     if not g.second.results:
         loop(["sum_s[q] = ZERO"], 2)
         return
@@ -464,7 +515,7 @@ def _second_results(g: Group, t: _Text, inputs: dict[str, str], loop: Any) -> No
     t.add("for s in range(seconds):")
     body = []
     if not g.backward:
-        t.add(f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {ROOM} + s))", 2)
+        t.add(f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {g.room} + s))", 2)
         body.append(f"{t.write('out_ddot', 'out', _SECOND, 's', 2)}(sum_s[q])")
         if g.kept and g.moved:
             z = t.sum_of("z_ddot", _SECOND, "s", 2)
@@ -477,8 +528,8 @@ def _second_results(g: Group, t: _Text, inputs: dict[str, str], loop: Any) -> No
             own["grad_ddot"] = t.grad("grad_ddot", _SECOND, "s", 2)
         if g.second.results:
             body.append(_called("SECOND", g.second, inputs | own))
-        if "d_z" in _names(g.second):
-            body.append("total[q] = total[q] + new_d_z")
+        totals = {x: f"total_{x}[q]" for x in t.totals()}
+        body += [f"{y} = {y} + new_{x}" for x, y in totals.items() if x in _names(g.second)]
         if g.moved:
             made = "new_d_z_ddot" if "d_z_ddot" in _names(g.second) else "ZERO"
             body.append(f"{t.write('d_z_ddot', 'q', _SECOND, 's', 2)}({made})")
@@ -487,15 +538,15 @@ def _second_results(g: Group, t: _Text, inputs: dict[str, str], loop: Any) -> No
 
 
 # --- kernels ------------------------------------------------------------------------------------
-def _bound(fmt: str) -> dict[str, Any]:
-    """Return the names that the row functions of groups bind."""
+def _bound(fmt: str, count: int = COUNT) -> dict[str, Any]:
+    """Return the names that the row functions of groups of so many slots bind."""
     acc = library.accumulator(fmt)
     names: dict[str, Any] = dict(library.row_names(fmt, acc))
     context = {"WORDS": intrinsics.make_elements("int64"), **protocol.SCRATCH}
     bits = {f"BITS{n}": intrinsics.make_elements(f"uint{n}") for n in (16, 32, 64)}
     context["MOVE"] = specialise.device(elementwise.move, **bits)
     context["SCRATCH_ROW"] = specialise.device(scratch_row, **context)
-    context |= {"COUNT": COUNT, "SUMS": names["SUMS"]}
+    context |= {"COUNT": count, "SUMS": names["SUMS"]}
     names |= context
     for template in (hold, member_row, member_source, member_target, finish_member):
         names[template.__name__.upper()] = specialise.device(template, **context)
@@ -513,7 +564,7 @@ def row(g: Group) -> specialise.Kernel:
     acc = library.accumulator(g.fmt)
     parts = {"VALUE": g.value, "BENT": g.direction, "SECOND": g.second}
     parts["FLAT"] = _without_bent(g.direction)
-    names = _bound(g.fmt)
+    names = _bound(g.fmt, g.slots)
     for name, of in parts.items():
         if of.results:
             names[name] = primitives.scalar_function(of.graphs, acc, of.inputs)

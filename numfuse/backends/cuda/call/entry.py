@@ -51,12 +51,12 @@ def run(
     """
     numbers: list[float] = []
     given = operands
-    if operation.kind == "fused":
-        numbers = [x for x in operands if type(x) in NUMBERS]
-        given = tuple(["number" if type(x) in NUMBERS else x for x in operands])
-    elif operation.kind == "jet":
+    if operation.kind == "jet":
         operation, operands = operation.bound(operands)
         given = operands
+    if operation.kind in ("fused", "jet"):
+        numbers = [x for x in operands if type(x) in NUMBERS]
+        given = tuple(["number" if type(x) in NUMBERS else x for x in operands])
     kept: Recorded | None = None
     program: Any = None
     fingerprint: Any = None

@@ -49,6 +49,8 @@ class Pass(NamedTuple):
     #: Whether second derivatives are sums with weights; else each is of the direction of its place.
     weighted: bool
     sums: bool
+    #: The gradients to which all parts of a backward add.
+    totals: tuple[str, ...] = ("d_z",)
 
     @property
     def read(self) -> set[str]:
@@ -73,7 +75,8 @@ def of(
 ) -> Pass:
     """Return the pass of a jet's formulas that writes these arrays."""
     parts = jet.parts(written, backward, *counts)
-    made = Pass(parts, written, backward, *counts, weighted, sums)
+    totals = "d_z", *sorted(x for x in written if x.startswith("d_x_"))
+    made = Pass(parts, written, backward, *counts, weighted, sums, totals)
     return made._replace(weighted=weighted and made.bends)
 
 
@@ -148,20 +151,26 @@ class _Text:
 
     def backward(self) -> list[str]:
         made = self.made
-        lines = [*self.call("value"), f"d_z = {self.made_by('value', 'd_z')}"]
+        begun = [f"{x} = {self.made_by('value', x)}" for x in made.totals]
+        lines = [*self.call("value"), *begun]
         if made.directions:
             body: list[str] = []
             if "direction" in made.parts and "grad_bent" in made.parts["direction"].inputs:
                 term = self.load("grad_ddot")
                 body = self.weighted("s", "in_grad_bent", "seconds", [], term)
-            body += [*self.call("direction"), f"d_z = d_z + {self.made_by('direction', 'd_z')}"]
+            body += [*self.call("direction"), *self.added("direction")]
             body += self.store("d_z_dot", self.made_by("direction", "d_z_dot"))
             lines += _loop("d", "directions", body)
         if made.seconds:
-            body = [*self.call("second"), f"d_z = d_z + {self.made_by('second', 'd_z')}"]
+            body = [*self.call("second"), *self.added("second")]
             body += self.store("d_z_ddot", self.made_by("second", "d_z_ddot"))
             lines += _loop("s", "seconds", body)
-        return [*lines, *self.store("d_z", "d_z"), "run = run + d_z"]
+        stored = [line for x in made.totals for line in self.store(x, x)]
+        return [*lines, *stored, "run = run + d_z"]
+
+    def added(self, part: str) -> list[str]:
+        """Return the lines that add what a part makes to the totals."""
+        return [f"{x} = {x} + {self.made_by(part, x)}" for x in self.made.totals]
 
 
 def _loop(variable: str, count: str, body: list[str]) -> list[str]:

@@ -359,16 +359,20 @@ class _Elements:
     def _array(self, name: str) -> View:
         """Return an input as an array: a number is stored before."""
         x = self.sources[name]
-        if x.dtype != NUMBER:
-            return x
-        made = self.rec.fresh((1, 1), self.p.dtype.name)
-        epilogue = Epilogue("number", (), ("x",), (("out", leaf("x")),))
-        read, written = Source("x", "x", NUMBER, True), Result("out", "out", made.dtype)
-        info = self.rec.device.info
-        launch = pointwise.launch(info, epilogue, self.acc, [read], [written], 1, 1, False)
-        self.rec.launches((launch,), {"x": x.at(), "out": made.at()})
-        self.sources[name] = made
-        return made
+        if x.dtype == NUMBER:
+            x = self.sources[name] = stored(self.rec, x, self.p.dtype.name, self.acc)
+        return x
+
+
+def stored(rec: Recorder, x: View, dtype: str, accumulator: str) -> View:
+    """Record a number as an array of one element; return that."""
+    made = rec.fresh((1, 1), dtype)
+    epilogue = Epilogue("number", (), ("x",), (("out", leaf("x")),))
+    read, written = Source("x", "x", NUMBER, True), Result("out", "out", made.dtype)
+    info = rec.device.info
+    launch = pointwise.launch(info, epilogue, accumulator, [read], [written], 1, 1, False)
+    rec.launches((launch,), {"x": x.at(), "out": made.at()})
+    return made
 
 
 # --- the pass -------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import jets
 from numfuse.backends.cuda.kernels.elementwise import is_short
 from numfuse.backends.cuda.kernels.jets import loop_of
-from numfuse.backends.cuda.plan import batches, places
+from numfuse.backends.cuda.plan import batches, fused, places
 from numfuse.backends.cuda.plan.lower import Bind
+from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
 from numfuse.problem.jets import MEMBERS
@@ -139,7 +140,7 @@ def _forward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
         written = _members(p, bind("out"), _OUTS, p.n, _all_members(p))
     else:
         written = {name: bind(name) for name in _OUTS}
-    if kept:
+    if kept and "bias" in p.arrays:
         written["pre"] = arrays["z"]
     _pass(rec, p, bind, arrays, written)
 
@@ -158,10 +159,14 @@ def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
     elif any(name in _SUMS for part in p.jet for name in part.inputs):
         arrays |= _sums(rec, p, bind)
     results, written = p.results, dict[str, View]()
-    if any(name != "d_bias" for name in results):
+    if any(name != "d_bias" and name not in p.slopes for name in results):
         q = _stack(rec, p, p.n, format_of(p.dtype))
         written = _members(p, q, _Q, p.n, p.members)
-    _pass(rec, p, bind, arrays, written, bind("d_bias"))
+    wholes = {name: rec.fresh(p.shape, acc) for name in p.slopes}
+    _pass(rec, p, bind, arrays, written | wholes, bind("d_bias"))
+    if wholes:
+        there = {f"whole_{name}": x for name, x in wholes.items()}
+        fused.fused(rec, p.operand_sums(), lambda name: there.get(name) or bind(name))
     if not written:
         return
     if "d_b" in results:
@@ -194,8 +199,11 @@ def _pass(
     if not (written or made.sums):
         return
     given = dict(arrays)
-    if "bias" in made.read and "bias" in p.arrays:
-        given["bias"] = bind("bias")
+    for name in ("bias", *p.operands):
+        x = bind(name) if name in made.read else None
+        if x is not None:
+            number = x.dtype == NUMBER
+            given[name] = fused.stored(rec, x, format_of(p.dtype), acc) if number else x
     views = {name: x for name, x in given.items() if name in made.read} | written
     steps, inner = dict[str, int](), dict[str, View]()
     for name, x in views.items():

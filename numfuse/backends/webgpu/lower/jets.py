@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -116,7 +117,7 @@ def _forward(store: Store, p: JetProblem, outs: _Outs) -> None:
     written = {name: x for name, (x, _) in outs.items() if name.startswith("out")}
     if p.stacked:
         written = _members(p, written["out"], ("out", "out_dot", "out_ddot"), p.n)
-    if kept:
+    if kept and "bias" in p.arrays:
         written["pre"] = arrays["z"]
     _Pass(store, p, arrays, written).record()
 
@@ -135,11 +136,16 @@ def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
         arrays |= _sums(store, p, {})
     names = "d_z", "d_z_dot", "d_z_ddot"
     q, written = None, dict[str, Region]()
-    if any(name != "d_bias" for name in outs):
+    if any(name != "d_bias" and name not in p.slopes for name in outs):
         shape = (*p.batch, p.m, p.members * n)
         q = fresh(store.device, shape, p.acc_dtype, "gradients of sums")
         written = _members(p, q, names, n)
-    table = _Pass(store, p, arrays, written, "d_bias" in outs).record()
+    wholes = _wholes(store, p, outs)
+    table = _Pass(store, p, arrays, written | wholes, "d_bias" in outs).record()
+    for name, whole in wholes.items():
+        out, add = outs[name]
+        if whole is not out:
+            add_up(store, whole, out, p.acc_dtype, add)
     if table is not None:
         add_up(store, table, outs["d_bias"][0], p.acc_dtype, outs["d_bias"][1])
     if q is None:
@@ -158,6 +164,29 @@ def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
         if f"d_{left}" in outs and name in written:
             out, add = outs[f"d_{left}"]
             _product(store, p, written[name], b.turned, out, left, add)
+
+
+def _wholes(store: Store, p: JetProblem, outs: _Outs) -> dict[str, Region]:
+    """Return where the gradients of operands go, before they are summed to their shapes.
+
+    Those that are results as they are go there; the others have one buffer, if it is bound at once.
+    """
+    found, new = dict[str, Region](), []
+    for name in p.slopes:
+        out, add = outs[name]
+        if out.shape == p.shape and not add:
+            found[name] = out
+        else:
+            new.append(name)
+    size = prod(p.shape) * p.acc_dtype.itemsize
+    for names in [new] if size * len(new) <= store.device.room else [[name] for name in new]:
+        if names:
+            shape = len(names), *p.shape
+            every = fresh(store.device, shape, p.acc_dtype, "gradients of operands")
+            for i, name in enumerate(names):
+                part = every.part(0, i, i + 1)
+                found[name] = replace(part, shape=p.shape, strides=every.strides[1:])
+    return found
 
 
 def _stack(store: Store, p: JetProblem) -> Region:
@@ -196,8 +225,9 @@ class _Pass:
         used = {name for _, formula in self.parts for name in formula.inputs}
         used |= {"grad_ddot"} if "grad_bent" in used else set()
         given = dict(arrays)
-        if "bias" in used and "bias" in p.arrays:
-            given["bias"] = store.source(p.arrays["bias"])
+        for name in ("bias", *p.operands):
+            if name in used and name in p.arrays:
+                given[name] = store.source(p.arrays[name])
         self.read = {name: x for name, x in given.items() if name in used and 0 not in x.shape}
 
     def record(self) -> Region | None:
@@ -235,11 +265,12 @@ class _Pass:
         count = lengths[-1] if lengths else 1
         for name, own in zip(arrays, merged, strict=False):
             values[f"{name}_place"] = own[-1] if own else 0
+        totals = ["d_z", *(x for x in p.slopes if x in self.written)]
         members = tuple(Member(n, x.dtype, places[n][0]) for n, x in arrays.items())
         shader = JetPass(
             acc, p.activation.name, self.parts, members,
             tuple((name, dtype, written) for name, (_, dtype, written) in bound.items()),
-            p.backward, p.directions > 0, p.seconds > 0, weighted, self.sums,
+            p.backward, tuple(totals), p.directions > 0, p.seconds > 0, weighted, self.sums,
             one_rounding=device.one_rounding[acc],
         )  # fmt: skip
         if table is not None:

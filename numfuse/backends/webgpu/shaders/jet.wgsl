@@ -28,7 +28,9 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
         let made = ${CALL["value"]};
         //$ end
         //$ if BACKWARD:
-        var d_z = ${MADE["value"].get("d_z", ZERO)};
+        //$ for x in TOTALS:
+        var $x = ${MADE["value"].get(x, ZERO)};
+        //$ end
         //$ if DIRECTIONS:
         for (var d = 0u; d < p.directions; d++) {
             //$ if "grad_bent" in READ["direction"]:
@@ -53,7 +55,9 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
             //$ if CALL["direction"]:
             let moved = ${CALL["direction"]};
             //$ end
-            d_z += ${MADE["direction"].get("d_z", ZERO)};
+            //$ for x in TOTALS:
+            $x += ${MADE["direction"].get(x, ZERO)};
+            //$ end
             //$ if "d_z_dot" in STORE:
             ${STORE["d_z_dot"]}(${MADE["direction"].get("d_z_dot", ZERO)});
             //$ end
@@ -67,14 +71,18 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
             //$ if CALL["second"]:
             let moved = ${CALL["second"]};
             //$ end
-            d_z += ${MADE["second"].get("d_z", ZERO)};
+            //$ for x in TOTALS:
+            $x += ${MADE["second"].get(x, ZERO)};
+            //$ end
             //$ if "d_z_ddot" in STORE:
             ${STORE["d_z_ddot"]}(${MADE["second"].get("d_z_ddot", ZERO)});
             //$ end
         }
         //$ end
-        //$ if "d_z" in STORE:
-        ${STORE["d_z"]}(d_z);
+        //$ for x in TOTALS:
+        //$ if x in STORE:
+        ${STORE[x]}($x);
+        //$ end
         //$ end
         sum += d_z;
         //$ else:

@@ -45,6 +45,8 @@ class JetPass(Shader):
     #: The bindings, and whether each is written.
     bound: tuple[tuple[str, str, bool], ...]
     backward: bool
+    #: The gradients to which all parts of a backward add.
+    totals: tuple[str, ...]
     #: Whether there are directions, and second derivatives.
     directions: bool
     seconds: bool
@@ -112,6 +114,7 @@ class JetPass(Shader):
             "LOAD": {x.name: f"{acc}({at[x.name]})" for x in self.arrays},
             "STORE": {x.name: f"{at[x.name]} = {TYPES[x.dtype]}" for x in self.arrays},
             "BACKWARD": self.backward,
+            "TOTALS": self.totals,
             "DIRECTIONS": self.directions,
             "SECONDS": self.seconds,
             "WEIGHTED": self.weighted,
