@@ -29,7 +29,7 @@ from numfuse.language.curves import leaf
 
 try:
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
-    from numfuse.backends.cuda.kernels import jets, joins, passes, pointwise, rows
+    from numfuse.backends.cuda.kernels import jet_lines, jets, joins, passes, pointwise, rows
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
     from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
@@ -151,7 +151,7 @@ def jet(info, dtype, backward, seconds=2, n=1024):
     of = epilogues.layer_jet_backward(curve) if backward else epilogues.layer_jet(curve)
     of = of.each(lambda part: part.guarded())
     written = ["d_z", "d_z_dot", "d_z_ddot"] if backward else ["out", "out_dot", "out_ddot", "pre"]
-    made = jets.of(of, frozenset(written), backward, (2, seconds), seconds == 1, backward)
+    made = jet_lines.of(of, frozenset(written), backward, (2, seconds), seconds == 1, backward)
     names = sorted(made.read) + written
     width = n * (3 + seconds)
     operands = {x: Operand(acc if x[0] in "zp" else dtype, (0, width, 1), 16) for x in names}

@@ -57,8 +57,10 @@ PASS_BUSY = 1 << 19
 #: Threads of a block of the passes over memory, and rows that each has in flight.
 PASS_THREADS = 256
 PASS_AHEAD = 4
-#: Planes of which a thread of a join has 16 bytes each in flight.
-JOIN_AHEAD = 4
+#: Planes of which a thread of a join has 16 bytes in flight, first and for what is left: with 4
+#: alone the 264 planes of a 64 x 64 d_b took an H200 12.7 us, half as long as their product.
+JOIN_AHEAD = 16
+JOIN_THEN = 4
 #: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).
 JOIN_LANES = 16
 #: Planes from which on they do.
@@ -190,6 +192,11 @@ HALF_BLOCKS_HELD = (
 BUSY_SUMS = 12288
 #: Values of K in the time of which a block begins and ends.
 FILL = 64
+#: Rounds of blocks that the parts of a sum may fill, beyond two, and from which K on: 72 blocks
+#: fill half of 132 multiprocessors, 3 parts of each 1.6 rounds, 11 six. (A float64 d_b of 768 x 768
+#: over 106,496 rows was at 34 TFLOP/s in one part, where d_a was at 53.)
+MORE_ROUNDS = 3, 4, 6
+DEEP = 1 << 14
 #: What a join takes to begin and end, in multiply-adds of one multiprocessor (7 us), and what a
 #: value of a plane takes on its way through memory, in those of all.
 LAUNCH_COST = 1_400_000
@@ -288,8 +295,9 @@ def block(
     for tile in tiles:
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
         slots = tile.resident * multiprocessors
-        rounds = 0.5 * slots, slots, 0 if tile.chunk else 2 * slots
-        for parts in {1, *[max(1, int(x) // max(1, blocks)) for x in rounds]} if free else {1}:
+        rounds = 0.5, 1, 0 if tile.chunk else 2, *(MORE_ROUNDS if k >= DEEP else ())
+        wanted = {max(1, int(x * slots) // max(1, blocks)) for x in rounds}
+        for parts in wanted | {1} if free else {1}:
             part = round_up(-(-k // min(parts, max(1, k // PART))), tile.block_k)
             part, parts = (part, -(-k // part)) if parts > 1 else (max(1, k), 1)
             cost = _work(tile, blocks * places * parts, part, multiprocessors)

@@ -55,19 +55,22 @@ def corrected(total, error):
 def add_planes(total, error, ahead, at, count, step):
     """Add VALUES neighbours of `count` planes to `total`, and to `error` what the additions lose.
 
-    The planes are `step` bytes apart, the first is at `at`. AHEAD are on their way together. (The
+    The planes are `step` bytes apart, the first is at `at`. AHEAD are on their way together, then
+    THEN. (The
     registers are the caller's: in the simulator, threads share the `cuda` of a device function.)
     """
-    while count >= AHEAD:
-        for u in unrolled(AHEAD):
-            loaded = LOAD(at + u * step)
-            for v in unrolled(VALUES):
-                ahead[u * VALUES + v] = loaded[v]
-        for u in unrolled(AHEAD):
-            for v in unrolled(VALUES):
-                total[v], error[v] = plus(total[v], error[v], ahead[u * VALUES + v])
-        at += AHEAD * step
-        count -= AHEAD
+    for few in unrolled(2):
+        SOME = THEN if few else AHEAD
+        while count >= SOME:
+            for u in unrolled(SOME):
+                loaded = LOAD(at + u * step)
+                for v in unrolled(VALUES):
+                    ahead[u * VALUES + v] = loaded[v]
+            for u in unrolled(SOME):
+                for v in unrolled(VALUES):
+                    total[v], error[v] = plus(total[v], error[v], ahead[u * VALUES + v])
+            at += SOME * step
+            count -= SOME
     while count > 0:
         loaded = LOAD(at)
         for v in unrolled(VALUES):
@@ -184,6 +187,7 @@ def _bindings(accumulator: str, values: int) -> dict[str, Any]:
     return {
         "VALUES": values,
         "AHEAD": tiling.JOIN_AHEAD,
+        "THEN": tiling.JOIN_THEN,
         "REAL": getattr(types, accumulator),
         "ZERO": np.dtype(accumulator).type(0),
         "ITEMSIZE": intrinsics.itemsize(accumulator),

@@ -15,9 +15,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.kernels import jets
+from numfuse.backends.cuda.kernels import jet_lines, jets
 from numfuse.backends.cuda.kernels.elementwise import is_short
-from numfuse.backends.cuda.kernels.jets import loop_of
 from numfuse.backends.cuda.plan import batches, fused, places
 from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
@@ -195,7 +194,7 @@ def _pass(
     written = {name: x for name, x in written.items() if 0 not in x.shape}
     counts, weighted = (p.directions, p.seconds), "weights" in p.arrays
     names = frozenset(written)
-    made = jets.of(p.jet, names, p.backward, counts, weighted, d_bias is not None)
+    made = jet_lines.of(p.jet, names, p.backward, counts, weighted, d_bias is not None)
     if not (written or made.sums):
         return
     given = dict(arrays)
@@ -207,7 +206,7 @@ def _pass(
     views = {name: x for name, x in given.items() if name in made.read} | written
     steps, inner = dict[str, int](), dict[str, View]()
     for name, x in views.items():
-        lead = int(bool(loop_of(name)))
+        lead = int(bool(jet_lines.loop_of(name)))
         steps[name] = x.strides[0] * x.itemsize if lead else 0
         inner[name] = replace(x, shape=x.shape[lead:], strides=x.strides[lead:])
     spots = places.Places(p.batch, inner, range(len(p.batch)))
