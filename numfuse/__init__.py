@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         matmul_bias_residual_double_bwd,
         matmul_bias_residual_jvp,
     )
+    from numfuse.epilogue_jets import matmul_epilogue_jet, matmul_epilogue_jet_bwd
     from numfuse.functional import (
         activation_mul,
         activation_mul_bwd,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         silu_mul,
         silu_mul_bwd,
     )
-    from numfuse.epilogue_jets import matmul_epilogue_jet, matmul_epilogue_jet_bwd
     from numfuse.fusion import (
         elementwise,
         elementwise_bwd,

@@ -277,7 +277,11 @@ class Jet(NamedTuple):
         value, direction, second = self.hoisted()
         totals = self.totals
         wanted = {
-            "direction": (direction, (*totals, "d_z_dot") if backward else ("out_dot",), directions),
+            "direction": (
+                direction,
+                (*totals, "d_z_dot") if backward else ("out_dot",),
+                directions,
+            ),
             "bend": (direction, () if backward else ("bent",), directions and seconds),
             "second": (second, (*totals, "d_z_ddot") if backward else ("straight",), seconds),
         }

@@ -50,7 +50,10 @@ class JetOperation(Operation):
     ) -> None:  # fmt: skip
         self.name, self.kind, self.backward, self.form = name, "jet", backward, form
         self.mark, self._own, self._bound = (name, form), own, dict[Any, JetOperation]()
-        grads, others = ["grad", "grad_dot", "grad_ddot"], ("bias",) if form is None else form.others
+        grads, others = (
+            ["grad", "grad_dot", "grad_ddot"],
+            ("bias",) if form is None else form.others,
+        )
         points = ["a", "b", *others, "a_dot", "a_ddot", "weights"]
         self.operands = [*grads, *points, *_KEPT] if backward else points
         if own is not None:

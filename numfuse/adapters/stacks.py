@@ -7,7 +7,7 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from numfuse.jets import BACKWARD, FORWARD
 from numfuse.perceptron import Network
 from numfuse.problem.jets import outputs
 from numfuse.problem.operands import output, shaped
-from numfuse.problem.results import NetworkGradients, NetworkJet
+from numfuse.problem.results import NetworkGradients, NetworkJet, network_outputs
 
 #: An array of a device, with the views of NumPy's (`numfuse.runtime.views.GhostViews`).
 Array: TypeAlias = Any
@@ -173,9 +173,10 @@ class DeviceNetwork:
         return stack
 
     def back(
-        self, given: Sequence[Array | None], kept: Kept, needs: Sequence[str]
-    ) -> tuple[Array | None, list[Array | None], list[Array | None]]:
-        """Return the gradients of x, and of each layer's weights and bias."""
+        self, given: Sequence[Array | None], kept: Kept, needs: Sequence[str],
+        out: Mapping[str, Array],
+    ) -> tuple[Array | None, list[Array | None], list[Array | None]]:  # fmt: skip
+        """Return the gradients of x, and of each layer's weights and bias; `out` has some."""
         net, grads, d_x = self.net, self.grads(given), None
         d_weights: list[Array | None] = [None] * len(self.weights)
         d_biases = list(d_weights)
@@ -184,31 +185,41 @@ class DeviceNetwork:
             asked = ("b", "weights"), ("bias", "biases")
             wanted = [y for y, of in asked if of in needs and (y != "bias" or bias is not None)]
             wanted += ["a"] if layer or "x" in needs else []
+            outs = [out.get(f"d_{group}[{layer}]") for group in ("weights", "biases")]
             if layer == len(self.weights) - 1 and net.plain:
-                found = self._back_last(grads, stack, wanted)
+                found = self._back_last(grads, stack, wanted, *outs)
             else:
                 sums = kept.sums[layer] if layer < len(kept.sums) else None
                 operands = grads, None, None, stack, w, bias, None, None, net.weights
                 flags = net.guard, False, net.pattern, net.stack(layer)
                 saved = sums, None, None
-                how = net.layers[layer][2], flags, tuple(wanted), None, self.backend
+                into = (None, *outs, None, None) if any(y is not None for y in outs) else None
+                how = net.layers[layer][2], flags, tuple(wanted), into, self.backend
                 found = BACKWARD((*operands, *saved), *how)[:3]
             grads, d_weights[layer], d_biases[layer] = found
             d_x = None if grads is None else grads[..., 0, :]
         return d_x, d_weights, d_biases
 
-    def _back_last(self, grads: Array, stack: Array, wanted: Sequence[str]) -> list[Array | None]:
-        """Return (d_a, d_b, d_bias) of a last layer that is a product alone."""
+    def _back_last(
+        self, grads: Array, stack: Array, wanted: Sequence[str], d_b: Any, d_bias: Any
+    ) -> list[Array | None]:
+        """Return (d_a, d_b, d_bias) of a last layer that is a product alone.
+
+        `d_b` and `d_bias` are where to write, if they are arrays.
+        """
         w, bias = self.weights[-1], self.biases[-1]
         needs = tuple(y for y in wanted if y != "bias")
         tall = _tall(grads), _tall(stack), w
-        made = matmul_bias_activation_bwd(*tall, needs=needs, backend=self.backend)
+        outs = None if d_b is None else (None, d_b, None)
+        made = matmul_bias_activation_bwd(*tall, needs=needs, out=outs, backend=self.backend)
         found: list[Array | None] = [*made]
         if found[0] is not None:
             found[0] = found[0].reshape(stack.shape)
         if "bias" in wanted:
             value = grads[..., 0, :], stack[..., 0, :], w, bias
-            made = matmul_bias_activation_bwd(*value, needs=("bias",), backend=self.backend)
+            outs = None if d_bias is None else (None, None, d_bias)
+            how: Any = {"needs": ("bias",), "out": outs, "backend": self.backend}
+            made = matmul_bias_activation_bwd(*value, **how)
             found[2] = made.d_bias
         return found
 
@@ -230,7 +241,9 @@ def network(put: Callable[[ndarray, Any], Array], kind: Any) -> Callable[..., An
         name = "mlp_jet" if grads is None else "mlp_jet_bwd"
         rest = activation, *form, final, guard, backend
         net = DeviceNetwork(put, kind, name, x, weights, biases, *rest)
-        return _forward(net, keep, out) if grads is None else _backward(net, grads, x, keep, needs)
+        if grads is None:
+            return _forward(net, keep, out)
+        return _backward(net, grads, x, keep, needs, out)
 
     return run
 
@@ -250,18 +263,27 @@ def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
 
 
 def _backward(
-    net: DeviceNetwork, grads: Sequence[Any], x: Any, kept: Any, needs: Sequence[str]
+    net: DeviceNetwork, grads: Sequence[Any], x: Any, kept: Any, needs: Sequence[str], out: Any
 ) -> NetworkGradients:
     names = ("grad", "grad_dot", "grad_ddot")
     for name, y, shape in zip(names, grads, net.net.shapes, strict=True):
         net.check({name: y})
         if y is not None:
             shaped(y.ghost, name, shape)
-    d_x, d_weights, d_biases = net.back(grads, kept or net.run(True, None), needs)
+            net.ghosts[name] = y.ghost
+
+    def seen(name: str, y: Any) -> Any:
+        net.check({name: y})
+        return y.ghost
+
+    groups = "x", "weights", "biases"
+    how = groups, needs, net.net.operand_shapes, net.net.dtype, net.ghosts, seen
+    outs = network_outputs(out, *how)
+    d_x, d_weights, d_biases = net.back(grads, kept or net.run(True, None), needs, outs)
     pairs = (("weights", d_weights), ("biases", d_biases))
-    groups = [tuple(made) if name in needs else None for name, made in pairs]
+    found = [tuple(made) if name in needs else None for name, made in pairs]
     if "x" not in needs:
-        return NetworkGradients(None, *groups)
-    made = net.empty(x.shape)
+        return NetworkGradients(None, *found)
+    made = outs["d_x"] if "d_x" in outs else net.empty(x.shape)
     net.copy(d_x, made)
-    return NetworkGradients(made, *groups)
+    return NetworkGradients(made, *found)

@@ -247,9 +247,10 @@ def _store_jet(
         p.out_ddot[s][...] = one + (seconds[s].get("straight", 0) if p.moved else 0)
     if p.pre is not None:
         p.pre[...] = value["pre"]
-        p.pre_dot[...] = np.reshape(z["z_dot"], p.pre_dot.shape)
-        if p.moved:
-            p.pre_ddot[...] = np.reshape(z["z_ddot"], p.pre_ddot.shape)
+        for name in ("z_dot", "z_ddot") if p.moved else ("z_dot",):
+            kept = p.arrays[name.replace("z", "pre")]
+            for i, one in enumerate(z[name]):
+                kept[i][...] = one
 
 
 #: What computes each kind of problem.

@@ -51,6 +51,7 @@ from numfuse.epilogues import (
     layer_jet_backward,
 )
 from numfuse.language.curves import leaf
+from numfuse.language.graph import Expr
 from numfuse.problem.forms import Form
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.operands import array_of, as_plain, checked, output, same_dtype, shaped
@@ -152,7 +153,8 @@ class JetProblem:
         What is summed are arrays of all points, in the accumulator's dtype, called ``whole_d_x_0``
         and so on.
         """
-        arrays, results, stored, summed = dict[str, ndarray](), [], [], []
+        arrays, results = dict[str, ndarray](), list[tuple[str, Expr]]()
+        stored, summed = list[str](), list[str]()
         for name in self.slopes:
             whole = f"whole_{name}"
             arrays[name] = self.arrays[name]
@@ -315,7 +317,9 @@ def _results(
     if backward:
         names = needs_of(form)
         wanted = names if needs is None else check_needs(needs, names)
-        numbers = [] if form is None else [f"x_{i}" for i, is_one in enumerate(form.numbers) if is_one]
+        numbers = (
+            [] if form is None else [f"x_{i}" for i, is_one in enumerate(form.numbers) if is_one]
+        )
         own = {y: acc if y in numbers else dtype for y in names}
         return {f"d_{y}": (x[y].shape, own[y]) if y in wanted and y in x else None for y in names}
     d, s, visible = counts["directions"], counts["seconds"], sizes.visible
@@ -349,7 +353,9 @@ def _outputs(
         array, label = None, label_of(form, name)
         if spec is None:
             if given is not None:
-                raise ValueError(f"{label} in out must be None where it is not needed, got an array")
+                raise ValueError(
+                    f"{label} in out must be None where it is not needed, got an array"
+                )
         elif given is None:
             array = np.empty(*spec)
         else:
@@ -379,15 +385,17 @@ def outputs(out: Any, needs: tuple[str, ...], count: int) -> Sequence[Any]:
 
 
 def _formulas(
-    f: Any, whole: Epilogue | None, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes, guard: bool,
-    moved: bool, stacked: bool,
+    f: Any, whole: Epilogue | None, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes,
+    guard: bool, moved: bool, stacked: bool,
 ) -> Jet:  # fmt: skip
     """Return the formulas of a call, without what is absent."""
     if whole is not None:
         jet = epilogue_jet_backward(whole) if backward else epilogue_jet(whole)
         unused = {f"d_{x}" for x in whole.operands} - arrays.keys()
         if backward and unused:
-            jet = jet.each(lambda part: part.select(*[x for x, _ in part.results if x not in unused]))
+            jet = jet.each(
+                lambda part: part.select(*[x for x, _ in part.results if x not in unused])
+            )
     else:
         jet = layer_jet_backward(f.curve) if backward else layer_jet(f.curve)
     absent = [x for x in ("grad", "grad_dot", "grad_ddot") if x not in arrays and not stacked]

@@ -32,7 +32,17 @@ from numfuse.runtime.dispatch import AGAIN
 
 _HOMES = fusion, gated, layers, epilogue_jets, networks
 _FUSED = {name: getattr(home, name) for home in _HOMES for name in home.__all__}
-__all__ = [*NAMES, *_FUSED, "activation", "epilogue_jet", "fused", "jet", "network", "synchronize", "to_numpy"]
+__all__ = [
+    *NAMES,
+    *_FUSED,
+    "activation",
+    "epilogue_jet",
+    "fused",
+    "jet",
+    "network",
+    "synchronize",
+    "to_numpy",
+]
 
 
 # --- primitives ---------------------------------------------------------------------------------

@@ -472,7 +472,9 @@ def looped(g: Group, name: str) -> str:
     if not g.backward and bent:
 
         def opened_sum() -> None:
-            t.add(f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {g.room} + s))", before_depth[-1])
+            t.add(
+                f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {g.room} + s))", before_depth[-1]
+            )
 
         weighted(lambda w: [f"sum_s[q] = sum_s[q] + {w}"], opened_sum)
     # --- second derivatives
