@@ -19,7 +19,7 @@ from numfuse.functional import matmul_bias_activation, matmul_bias_activation_bw
 from numfuse.fusion import elementwise
 from numfuse.jets import BACKWARD, FORWARD
 from numfuse.perceptron import Network
-from numfuse.problem.jets import outputs
+from numfuse.problem.jets import Stack, outputs
 from numfuse.problem.operands import output, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, network_outputs
 
@@ -115,6 +115,19 @@ class DeviceNetwork:
         rest = stack.transpose((axis, *range(axis), axis + 1))
         return [rest[0], rest[1 : 1 + d], rest[1 + d :] if whole else None]
 
+    @property
+    def shared(self) -> bool:
+        """Whether the first layer's tangents are one row for all points."""
+        single = len(self.weights) == 1 and self.net.plain
+        return self.net.directions > 0 and not single
+
+    def form(self, layer: int) -> tuple[Stack, Array | None]:
+        """Return the form of a layer's call, and the tangents that are one row for all points."""
+        form = self.net.stack(layer)
+        if layer or not self.shared:
+            return form, None
+        return form._replace(shared=True), self.constant(self.net.units, self.net.units.shape)
+
     # --- forward ------------------------------------------------------------------------------
     def first(self) -> Array:
         """Return the stack of the first layer's inputs."""
@@ -128,15 +141,16 @@ class DeviceNetwork:
     def run(self, keep: bool, out: Sequence[Array] | None) -> Kept:
         """Run all layers; return what is kept. Without `out` no result is made."""
         net, last = self.net, len(self.weights) - 1
-        kept = Kept([self.first()], [])
+        kept = Kept([self.x if self.shared else self.first()], [])
         for layer, (w, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             stack = kept.inputs[-1]
             if layer == last and (out is None or net.plain):
                 if out is not None:
                     self._last(stack, *out)
                 break
-            flags = net.guard, keep, net.pattern, net.stack(layer)
-            operands = stack, w, bias, None, None, net.weights
+            form, dots = self.form(layer)
+            flags = net.guard, keep, net.pattern, form
+            operands = stack, w, bias, dots, None, net.weights
             how = net.layers[layer][2], flags, (), None, self.backend
             made, _, _, *sums = FORWARD(operands, *how)
             kept.sums += sums[:1]
@@ -190,14 +204,17 @@ class DeviceNetwork:
                 found = self._back_last(grads, stack, wanted, *outs)
             else:
                 sums = kept.sums[layer] if layer < len(kept.sums) else None
-                operands = grads, None, None, stack, w, bias, None, None, net.weights
-                flags = net.guard, False, net.pattern, net.stack(layer)
+                form, dots = self.form(layer)
+                operands = grads, None, None, stack, w, bias, dots, None, net.weights
+                flags = net.guard, False, net.pattern, form
                 saved = sums, None, None
                 into = (None, *outs, None, None) if any(y is not None for y in outs) else None
                 how = net.layers[layer][2], flags, tuple(wanted), into, self.backend
                 found = BACKWARD((*operands, *saved), *how)[:3]
             grads, d_weights[layer], d_biases[layer] = found
-            d_x = None if grads is None else grads[..., 0, :]
+            d_x = grads
+        if d_x is not None and not self.shared:
+            d_x = d_x[..., 0, :]
         return d_x, d_weights, d_biases
 
     def _back_last(

@@ -225,7 +225,10 @@ def _apart(p: Any) -> dict[str, ndarray]:
     found = dict(p.arrays)
     for name in ("a", "out", "pre", "grad", "d_a"):
         if name in found:
-            members = p.members if name in ("a", "pre", "d_a") else 1 + p.directions + p.seconds
+            left = name in ("a", "pre", "d_a")
+            if p.shared and left:
+                continue
+            members = p.members if left else 1 + p.directions + p.seconds
             x = found[name].reshape(*found[name].shape[:-1], members, -1)
             rest = np.moveaxis(x, -2, 0)
             found[name], found[f"{name}_dot"] = rest[0], rest[1 : 1 + p.directions]
