@@ -1,7 +1,7 @@
 """Hop 1 of jets of a user's own formula at the end of a matrix product.
 
-The conventions are those of :mod:`numfuse.jets` and :mod:`numfuse.fusion`: operands come as a tuple,
-and broadcast to the result; a Python number is one of the arrays' dtype.
+The conventions are those of :mod:`numfuse.jets` and :mod:`numfuse.fusion`: operands come as a
+tuple, and broadcast to the result; a Python number is one of the arrays' dtype.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _operation(
     """Return the operation of a call, and its epilogue."""
     if isinstance(b, (tuple, list)):
         raise TypeError(
-            f"b must be an array, got a {type(b).__name__}: {name} has one product (matmul_epilogue "
-            f"has up to three)"
+            f"b must be an array, got a {type(b).__name__}: {name} has one product, "
+            f"matmul_epilogue up to three"
         )
     if not isinstance(operands, (tuple, list)):
         raise TypeError(
@@ -227,9 +227,9 @@ def matmul_epilogue_jet_bwd(
     Returns
     -------
     EpilogueJetGradients
-        A named tuple (d_a, d_b, d_operands, d_a_dot, d_a_ddot), each gradient of its operand's shape
-        and dtype, d_operands a tuple; None where not needed. That of a Python number is a 0-d array
-        in the accumulator's dtype.
+        A named tuple (d_a, d_b, d_operands, d_a_dot, d_a_ddot), each gradient of its operand's
+        shape and dtype, d_operands a tuple; None where not needed. That of a Python number is a 0-d
+        array in the accumulator's dtype.
 
     Raises
     ------

@@ -11,7 +11,7 @@ from numpy import ndarray
 from numfuse.functional import ActivationLike, BackendLike
 from numfuse.perceptron import Kept, Memory, Network
 from numfuse.problem.operands import array_of, output, same_dtype, shaped
-from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs
+from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs, network_outputs
 from numfuse.runtime.dispatch import adapter_for
 
 __all__ = ["mlp_jet", "mlp_jet_bwd"]
@@ -167,6 +167,7 @@ def mlp_jet_bwd(
     needs: Iterable[str] = ("weights", "biases"),
     kept: Any = None,
     guard: bool = True,
+    out: Any = None,
     backend: BackendLike = None,
 ) -> NetworkGradients:
     """Return the gradients of :func:`mlp_jet`: of a loss that holds derivatives, by the weights.
@@ -184,6 +185,8 @@ def mlp_jet_bwd(
         the forward is made again: 8 MiB are held.
     guard : bool, default True
         Count a derivative of an activation that is not finite as 0.
+    out : tuple (d_x, d_weights, d_biases), optional
+        Where to write: an array, and tuples of arrays, layer by layer; None entries are allocated.
     backend : str or backend object, optional
 
     Returns
@@ -203,7 +206,7 @@ def mlp_jet_bwd(
     serve = _serving(x, weights, biases, grads)
     if serve is not None:
         rest = (activation, final, guard, backend), (directions, second)
-        found: NetworkGradients = serve(grads, x, weights, biases, *rest, kept, wanted)
+        found: NetworkGradients = serve(grads, x, weights, biases, *rest, kept, wanted, out)
         return found
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet_bwd", x, weights, biases, *how)
@@ -215,6 +218,18 @@ def mlp_jet_bwd(
             same_dtype({"x": x, name: y})
             y = y.astype(net.acc, copy=False)
         given.append(y)
+    there = {name: y for name, y in zip(names, grads, strict=True) if y is not None}
+    others = net.given | {name: array_of(y) for name, y in there.items()}
+    how_out = out, _NEEDS, wanted, net.operand_shapes, net.dtype, others
+    targets = network_outputs(*how_out, lambda _, y: y)
+
+    def written(name: str, y: Any) -> Any:
+        target = targets.get(name)
+        if target is None:
+            return y.astype(net.dtype, copy=False)
+        target[...] = y
+        return target
+
     totals: list[list[Any]] = [[None, None] for _ in net.layers]
     points = net.x.shape[-2]
     d_x = np.zeros(net.x.shape, net.acc) if "x" in wanted else None
@@ -228,12 +243,12 @@ def mlp_jet_bwd(
             d_x[..., rows, :] = d_rows
     memory.slab.release()
     made: list[list[Any]] = [[], []]
-    for (w, bias, _), pair in zip(net.layers, totals, strict=True):
+    for layer, ((w, bias, _), pair) in enumerate(zip(net.layers, totals, strict=True)):
         for i, (of, name) in enumerate(((w, "weights"), (bias, "biases"))):
             y = pair[i]
             if name in wanted and of is not None and y is None:
                 y = np.zeros(of.shape, net.acc)
-            made[i].append(None if y is None else y.astype(net.dtype, copy=False))
-    d_x = None if d_x is None else d_x.astype(net.dtype, copy=False)
+            made[i].append(None if y is None else written(f"d_{name}[{layer}]", y))
+    d_x = None if d_x is None else written("d_x", d_x)
     groups = [tuple(y) if n in wanted else None for n, y in zip(_NEEDS[1:], made, strict=True)]
     return NetworkGradients(d_x, *groups)

@@ -152,6 +152,15 @@ class Network:
         value = *self.batches[-1], self.x.shape[-2], self.layers[-1][0].shape[-1]
         return value, (self.directions, *value), (self.seconds, *value)
 
+    @property
+    def operand_shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Return the shape of each operand, by its name; None of a bias that is None."""
+        found: dict[str, tuple[int, ...] | None] = {"x": self.x.shape}
+        found |= {f"weights[{i}]": w.shape for i, (w, _, _) in enumerate(self.layers)}
+        for i, (_, bias, _) in enumerate(self.layers):
+            found[f"biases[{i}]"] = None if bias is None else bias.shape
+        return found
+
     def members(self, layer: int) -> int:
         """Return the rows of a point in the inputs of a layer."""
         return 1 + self.directions + (self.seconds if layer else 0)

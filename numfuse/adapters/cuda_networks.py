@@ -6,7 +6,7 @@ its current stream, in a capture too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -48,8 +48,8 @@ class Library(Arrays):
     def product(self, a: Array, b: Array, backend: Any) -> Array:
         return self.functions.matmul_bias_activation(a, b, backend=backend)
 
-    def product_bwd(self, *operands: Any, needs: Sequence[str], backend: Any) -> Any:
-        return self.functions.matmul_bias_activation_bwd(*operands, needs=needs, backend=backend)
+    def product_bwd(self, *operands: Any, **how: Any) -> Any:
+        return self.functions.matmul_bias_activation_bwd(*operands, **how)
 
 
 class TorchArrays(Library):

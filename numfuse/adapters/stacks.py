@@ -7,7 +7,7 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,9 +18,9 @@ from numfuse.functional import matmul_bias_activation, matmul_bias_activation_bw
 from numfuse.fusion import elementwise
 from numfuse.jets import BACKWARD, FORWARD
 from numfuse.perceptron import Network
-from numfuse.problem.jets import outputs
+from numfuse.problem.jets import Stack, outputs
 from numfuse.problem.operands import output, shaped
-from numfuse.problem.results import NetworkGradients, NetworkJet
+from numfuse.problem.results import NetworkGradients, NetworkJet, network_outputs
 
 #: An array of a device, with NumPy's shape, slices and reshape.
 Array: TypeAlias = Any
@@ -109,9 +109,9 @@ class Arrays:
         """Return a product of matrices."""
         return matmul_bias_activation(a, b, backend=backend)
 
-    def product_bwd(self, *operands: Any, needs: Sequence[str], backend: Any) -> Any:
+    def product_bwd(self, *operands: Any, **how: Any) -> Any:
         """Return the gradients of a product."""
-        return matmul_bias_activation_bwd(*operands, needs=needs, backend=backend)
+        return matmul_bias_activation_bwd(*operands, **how)
 
 
 def refuse_kind(name: str, x: Any, more: str = "") -> TypeError:
@@ -156,6 +156,10 @@ class DeviceNetwork:
                     f"{label} must be an array on {self.device} as x, got {type(y).__name__}{place}"
                 )
 
+    def ghosts(self) -> dict[str, ndarray]:
+        """Return where the operands lie, for outputs that may not overlap them."""
+        return {label: self.arrays.ghost(y) for label, y in self.named.items()}
+
     # --- arrays -------------------------------------------------------------------------------
     def empty(self, shape: tuple[int, ...]) -> Array:
         """Return a new array of any content."""
@@ -166,6 +170,21 @@ class DeviceNetwork:
         axis, d = stack.ndim - 2, self.net.directions
         rest = self.arrays.turned(stack, (axis, *range(axis), axis + 1))
         return [rest[0], rest[1 : 1 + d], rest[1 + d :] if whole else None]
+
+    @property
+    def shared(self) -> bool:
+        """Whether the first layer's tangents are one row for all points."""
+        single = len(self.weights) == 1 and self.net.plain
+        return self.net.directions > 0 and not single
+
+    def form(self, layer: int) -> tuple[Stack, Array | None]:
+        """Return the form of a layer's call, and the tangents that are one row for all points."""
+        form = self.net.stack(layer)
+        if layer or not self.shared:
+            return form, None
+        return form._replace(shared=True), self.arrays.constant(
+            self.net.units, self.x, self.net.units.shape
+        )
 
     # --- forward ------------------------------------------------------------------------------
     def first(self) -> Array:
@@ -180,15 +199,16 @@ class DeviceNetwork:
     def run(self, keep: bool, out: Sequence[Array] | None) -> Kept:
         """Run all layers; return what is kept. Without `out` no result is made."""
         net, last = self.net, len(self.weights) - 1
-        kept = Kept([self.first()], [])
+        kept = Kept([self.x if self.shared else self.first()], [])
         for layer, (w, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             stack = kept.inputs[-1]
             if layer == last and (out is None or net.plain):
                 if out is not None:
                     self._last(stack, *out)
                 break
-            flags = net.guard, keep, net.pattern, net.stack(layer)
-            operands = stack, w, bias, None, None, net.weights
+            form, dots = self.form(layer)
+            flags = net.guard, keep, net.pattern, form
+            operands = stack, w, bias, dots, None, net.weights
             how = net.layers[layer][2], flags, (), None, self.backend
             made, _, _, *sums = self.arrays.jet(FORWARD, operands, *how)
             kept.sums += sums[:1]
@@ -225,9 +245,10 @@ class DeviceNetwork:
         return stack
 
     def back(
-        self, given: Sequence[Array | None], kept: Kept, needs: Sequence[str]
-    ) -> tuple[Array | None, list[Array | None], list[Array | None]]:
-        """Return the gradients of x, and of each layer's weights and bias."""
+        self, given: Sequence[Array | None], kept: Kept, needs: Sequence[str],
+        out: Mapping[str, Array],
+    ) -> tuple[Array | None, list[Array | None], list[Array | None]]:  # fmt: skip
+        """Return the gradients of x, and of each layer's weights and bias; `out` has some."""
         net, grads, d_x = self.net, self.grads(given), None
         d_weights: list[Array | None] = [None] * len(self.weights)
         d_biases = list(d_weights)
@@ -236,31 +257,44 @@ class DeviceNetwork:
             asked = ("b", "weights"), ("bias", "biases")
             wanted = [y for y, of in asked if of in needs and (y != "bias" or bias is not None)]
             wanted += ["a"] if layer or "x" in needs else []
+            outs = [out.get(f"d_{group}[{layer}]") for group in ("weights", "biases")]
             if layer == len(self.weights) - 1 and net.plain:
-                found = self._back_last(grads, stack, wanted)
+                found = self._back_last(grads, stack, wanted, *outs)
             else:
                 sums = kept.sums[layer] if layer < len(kept.sums) else None
-                operands = grads, None, None, stack, w, bias, None, None, net.weights
-                flags = net.guard, False, net.pattern, net.stack(layer)
+                form, dots = self.form(layer)
+                operands = grads, None, None, stack, w, bias, dots, None, net.weights
+                flags = net.guard, False, net.pattern, form
                 saved = sums, None, None
-                how = net.layers[layer][2], flags, tuple(wanted), None, self.backend
+                into = (None, *outs, None, None) if any(y is not None for y in outs) else None
+                how = net.layers[layer][2], flags, tuple(wanted), into, self.backend
                 found = self.arrays.jet(BACKWARD, (*operands, *saved), *how)[:3]
             grads, d_weights[layer], d_biases[layer] = found
-            d_x = None if grads is None else grads[..., 0, :]
+            d_x = grads
+        if d_x is not None and not self.shared:
+            d_x = d_x[..., 0, :]
         return d_x, d_weights, d_biases
 
-    def _back_last(self, grads: Array, stack: Array, wanted: Sequence[str]) -> list[Array | None]:
-        """Return (d_a, d_b, d_bias) of a last layer that is a product alone."""
+    def _back_last(
+        self, grads: Array, stack: Array, wanted: Sequence[str], d_b: Any, d_bias: Any
+    ) -> list[Array | None]:
+        """Return (d_a, d_b, d_bias) of a last layer that is a product alone.
+
+        `d_b` and `d_bias` are where to write, if they are arrays.
+        """
         w, bias, backward = self.weights[-1], self.biases[-1], self.arrays.product_bwd
         needs = tuple(y for y in wanted if y != "bias")
         tall = _tall(grads), _tall(stack), w
-        made = backward(*tall, needs=needs, backend=self.backend)
+        outs = None if d_b is None else (None, d_b, None)
+        made = backward(*tall, needs=needs, out=outs, backend=self.backend)
         found: list[Array | None] = [*made]
         if found[0] is not None:
             found[0] = found[0].reshape(stack.shape)
         if "bias" in wanted:
             value = grads[..., 0, :], stack[..., 0, :], w, bias
-            made = backward(*value, needs=("bias",), backend=self.backend)
+            outs = None if d_bias is None else (None, None, d_bias)
+            how: Any = {"needs": ("bias",), "out": outs, "backend": self.backend}
+            made = backward(*value, **how)
             found[2] = made.d_bias
         return found
 
@@ -282,16 +316,16 @@ def network(arrays_of: Callable[[str, Any], Arrays]) -> Callable[..., Any]:
         name = "mlp_jet" if grads is None else "mlp_jet_bwd"
         rest = activation, *form, final, guard, backend
         net = DeviceNetwork(arrays_of(name, x), name, x, weights, biases, *rest)
-        return _forward(net, keep, out) if grads is None else _backward(net, grads, x, keep, needs)
+        if grads is None:
+            return _forward(net, keep, out)
+        return _backward(net, grads, x, keep, needs, out)
 
     return run
 
 
 def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
     results, given = [], outputs(out, (), 3)
-    ghosts: dict[str, ndarray] = {}
-    if out is not None:
-        ghosts = {label: net.arrays.ghost(y) for label, y in net.named.items()}
+    ghosts = net.ghosts() if out is not None else {}
     for name, y, shape in zip(("u", "u_dot", "u_ddot"), given, net.net.shapes, strict=True):
         net.check({name: y})
         if y is not None:
@@ -305,18 +339,29 @@ def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
 
 
 def _backward(
-    net: DeviceNetwork, grads: Sequence[Any], x: Any, kept: Any, needs: Sequence[str]
+    net: DeviceNetwork, grads: Sequence[Any], x: Any, kept: Any, needs: Sequence[str], out: Any
 ) -> NetworkGradients:
     names = ("grad", "grad_dot", "grad_ddot")
     for name, y, shape in zip(names, grads, net.net.shapes, strict=True):
         net.check({name: y})
         if y is not None:
-            shaped(net.arrays.ghost(y), name, shape)
-    d_x, d_weights, d_biases = net.back(grads, kept or net.run(True, None), needs)
+            ghost = net.arrays.ghost(y)
+            shaped(ghost, name, shape)
+            net.named[name] = y
+
+    def seen(name: str, y: Any) -> Any:
+        net.check({name: y})
+        return net.arrays.ghost(y)
+
+    ghosts = net.ghosts() if out is not None else {}
+    groups = "x", "weights", "biases"
+    how = groups, needs, net.net.operand_shapes, net.net.dtype, ghosts, seen
+    outs = network_outputs(out, *how)
+    d_x, d_weights, d_biases = net.back(grads, kept or net.run(True, None), needs, outs)
     pairs = (("weights", d_weights), ("biases", d_biases))
-    groups = [tuple(made) if name in needs else None for name, made in pairs]
+    found = [tuple(made) if name in needs else None for name, made in pairs]
     if "x" not in needs:
-        return NetworkGradients(None, *groups)
-    made = net.empty(x.shape)
+        return NetworkGradients(None, *found)
+    made = outs["d_x"] if "d_x" in outs else net.empty(x.shape)
     net.arrays.copy(d_x, made)
-    return NetworkGradients(made, *groups)
+    return NetworkGradients(made, *found)

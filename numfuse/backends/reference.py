@@ -225,7 +225,10 @@ def _apart(p: Any) -> dict[str, ndarray]:
     found = dict(p.arrays)
     for name in ("a", "out", "pre", "grad", "d_a"):
         if name in found:
-            members = p.members if name in ("a", "pre", "d_a") else 1 + p.directions + p.seconds
+            left = name in ("a", "pre", "d_a")
+            if p.shared and left:
+                continue
+            members = p.members if left else 1 + p.directions + p.seconds
             x = found[name].reshape(*found[name].shape[:-1], members, -1)
             rest = np.moveaxis(x, -2, 0)
             found[name], found[f"{name}_dot"] = rest[0], rest[1 : 1 + p.directions]
@@ -247,9 +250,10 @@ def _store_jet(
         p.out_ddot[s][...] = one + (seconds[s].get("straight", 0) if p.moved else 0)
     if p.pre is not None:
         p.pre[...] = value["pre"]
-        p.pre_dot[...] = np.reshape(z["z_dot"], p.pre_dot.shape)
-        if p.moved:
-            p.pre_ddot[...] = np.reshape(z["z_ddot"], p.pre_ddot.shape)
+        for name in ("z_dot", "z_ddot") if p.moved else ("z_dot",):
+            kept = p.arrays[name.replace("z", "pre")]
+            for i, one in enumerate(z[name]):
+                kept[i][...] = one
 
 
 #: What computes each kind of problem.

@@ -51,6 +51,7 @@ from numfuse.epilogues import (
     layer_jet_backward,
 )
 from numfuse.language.curves import leaf
+from numfuse.language.graph import Expr
 from numfuse.problem.forms import Form
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.operands import array_of, as_plain, checked, output, same_dtype, shaped
@@ -80,11 +81,15 @@ class Stack(NamedTuple):
     `a` stands for a, a_dot and (where it is `moved`) a_ddot, and so do d_a and pre; `out` and
     `grad` for the three results and their cotangents. A problem has them as matrices (..., M,
     members * columns).
+
+    With `shared` the tangents of the left operand are one row for all points, and it has no second
+    derivatives: `a` is (..., M, K), `a_dot` (D, K), and `pre` has the values' sums alone.
     """
 
     directions: int
     seconds: int
     moved: bool
+    shared: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -112,6 +117,8 @@ class JetProblem:
     backward: bool
     #: Whether a point's members are rows one behind the other of one array: see `Stack`.
     stacked: bool
+    #: Whether the left operands of a stacked problem are none, `a_dot` being (D, 1, K).
+    shared: bool
     arrays: dict[str, ndarray]
     #: The formulas, without what is absent, and guarded.
     jet: Jet
@@ -152,7 +159,8 @@ class JetProblem:
         What is summed are arrays of all points, in the accumulator's dtype, called ``whole_d_x_0``
         and so on.
         """
-        arrays, results, stored, summed = dict[str, ndarray](), [], [], []
+        arrays, results = dict[str, ndarray](), list[tuple[str, Expr]]()
+        stored, summed = list[str](), list[str]()
         for name in self.slopes:
             whole = f"whole_{name}"
             arrays[name] = self.arrays[name]
@@ -188,14 +196,15 @@ def make(
     if stack is None and rest["a_dot"] is None:
         raise TypeError("a_dot must be an array, got None")
     x, dtype, acc = _checked(rest, form)
-    first = x["a"] if stack is None else x["a"][..., 0, :]
+    of_stack = stack is not None and not stack.shared
+    first = x["a"][..., 0, :] if of_stack else x["a"]
     sizes, a, b, bias = gemm_shape(first, x["b"], x.get("bias"))
     if stack is None:
         counts = {"directions": len(x["a_dot"]) if x["a_dot"].ndim else 0}
         counts["seconds"] = counts["directions"] if weights is None else len(weights)
     else:
         counts = {"directions": stack.directions, "seconds": stack.seconds}
-        a = _as_rows(x["a"])
+        a = a if stack.shared else _as_rows(x["a"])
     arrays: dict[str, ndarray] = {"a": a, "b": b}
     if bias is not None:
         arrays["bias"] = bias
@@ -210,8 +219,8 @@ def make(
     made, result = _outputs(specs, out, {**x, **kept}, backward, form)
     for name, y in made.items():
         like = "a" if name.startswith("d_a") else name.removeprefix("d_")
-        if stack is not None and name not in SHARED:
-            arrays[name] = _as_rows(y)
+        if stack is not None and name not in SHARED and not (stack.shared and like == "a"):
+            arrays[name] = y if stack.shared and name == "pre" else _as_rows(y)
         elif form is not None and like in form.others:
             arrays[name] = residual_view(sizes, y)
         else:
@@ -222,6 +231,7 @@ def make(
     sized: Fields = dict(zip(("m", "n", "k", "batch"), sizes, strict=False)) | counts
     sized |= {"dtype": dtype, "acc_dtype": acc, "pattern": pattern, "moved": moved}
     how: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
+    how["shared"] = stack is not None and stack.shared
     how |= {"operands": () if form is None else form.others}
     p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **how)
     if p.batch:
@@ -287,6 +297,10 @@ def _promoted(
     stack: Stack | None,
 ) -> ndarray:  # fmt: skip
     """Return a checked operand as matrices."""
+    if stack is not None and stack.shared and name != "grad":
+        shape = (stack.directions, sizes.k) if name == "a_dot" else sizes.visible
+        found: ndarray = shaped(x, name, shape, "the shape")
+        return found[:, None, :] if name == "a_dot" else found
     if stack is not None:
         members = _members(stack, name == "grad")
         shape = (*sizes.visible[:-1], members, sizes.n)
@@ -327,7 +341,8 @@ def _results(
         found: dict[str, Any] = {"out": ((*rows, _members(stack, True), n), dtype)}
         found |= {"out_dot": None, "out_ddot": None}
         if keep:
-            found |= {"pre": ((*rows, _members(stack, False), n), acc)}
+            kept = visible if stack.shared else (*rows, _members(stack, False), n)
+            found |= {"pre": (kept, acc)}
             found |= {"pre_dot": None, "pre_ddot": None}
         return found
     found = {f"out{end}": (shape, dtype) for end, shape in shapes.items()}
@@ -383,8 +398,8 @@ def outputs(out: Any, needs: tuple[str, ...], count: int) -> Sequence[Any]:
 
 
 def _formulas(
-    f: Any, whole: Epilogue | None, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes, guard: bool,
-    moved: bool, stacked: bool,
+    f: Any, whole: Epilogue | None, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes,
+    guard: bool, moved: bool, stacked: bool,
 ) -> Jet:  # fmt: skip
     """Return the formulas of a call, without what is absent."""
     if whole is not None:
@@ -425,6 +440,8 @@ def _fold(p: JetProblem, ghosts: bool) -> None:
             views[name] = x[(0,) * (x.ndim - 2)]
         elif name.removeprefix("d_") in p.operands and x.size == x.shape[-1]:
             views[name] = x[(0,) * (x.ndim - 2)]
+        elif p.shared and name == "a_dot":
+            views[name] = x
         elif x.shape[lead:-1] != rows:
             return
         else:

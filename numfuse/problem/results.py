@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -230,6 +230,37 @@ def check_outputs(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     if len(out) != len(names):
         raise ValueError(f"out must have {len(names)} entries ({wanted}), got {len(out)}")
     return tuple(out)
+
+
+def network_outputs(
+    out: Any, names: tuple[str, ...], wanted: Collection[str], shapes: Mapping[str, Any],
+    dtype: np.dtype[Any], others: dict[str, ndarray], seen: Callable[[str, Any], ndarray],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the arrays that `out=` of a network's backward has, by names such as d_weights[0].
+
+    `names` are those of the groups x, weights, biases, of which some are `wanted`, and `shapes` has
+    the shape of each operand, None where there is none. `seen` returns what is to be checked of an
+    array, which overlaps none of `others`.
+    """
+    found: dict[str, Any] = {}
+    for group, given in zip(names, check_outputs(out, names), strict=True):
+        own = [x for x in shapes if x.partition("[")[0] == group]
+        if group in shapes:
+            given = (given,)
+        elif given is None:
+            given = (None,) * len(own)
+        elif not isinstance(given, tuple | list) or len(given) != len(own):
+            kind = type(given).__name__
+            got = f"{len(given)} entries" if isinstance(given, tuple | list) else kind
+            raise ValueError(f"d_{group} in out must be None or a tuple of {len(own)}, got {got}")
+        for operand, x in zip(own, given, strict=True):
+            name, shape = f"d_{operand}", shapes[operand]
+            if x is not None and (group not in wanted or shape is None):
+                raise ValueError(f"{name} in out must be None where it is not needed, got an array")
+            if x is not None:
+                others[name] = output(name, seen(name, x), shape, dtype, others)
+                found[name] = x
+    return found
 
 
 def made_gradients(

@@ -108,3 +108,17 @@ def test_bad_calls_are_refused():
     with pytest.raises(ValueError, match="out must be None"):
         out = None, None, None
         autograd.grad(lambda x: nf.mlp_jet(x, rest[:COUNT], None, out=out).u[0, 0])(x)
+
+
+def test_a_formula_is_differentiable_to_the_second_order_and_forwards():
+    def formula(z, shift, scale, square):
+        return nf.activations()["gelu"](z + shift) * scale + square * z * z
+
+    def call(a, b, shift, scale, a_dot, a_ddot):
+        more = {"weights": [[1.0, 2.0, 0.0], [0.0, 0.0, 3.0]]}
+        operands = shift, scale, 0.5
+        found = nf.matmul_epilogue_jet(a, b, formula, operands, a_dot, a_ddot, **more)
+        return sum(anp.sum(y**2) for y in found)
+
+    shapes = (4, 3), (3, 2), (2,), (4, 1), (3, 4, 3), (2, 4, 3)
+    check_grads(call, modes=["rev", "fwd"], order=2)(*drawn(*shapes))

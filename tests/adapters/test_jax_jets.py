@@ -221,3 +221,22 @@ def test_bad_calls_are_refused_when_they_are_traced():
         nf.mlp_jet(x, weights, biases, keep=True)
     with pytest.raises(ValueError, match="directions must have shape"):
         nf.mlp_jet(x, weights, biases, directions=np.eye(3))
+
+
+def test_a_formula_is_differentiable_compiled_and_mapped():
+    def formula(z, shift, scale, square):
+        return nf.activations()["gelu"](z + shift) * scale + square * z * z
+
+    x = drawn((4, 3), (3, 2), (2,), (4, 1), (3, 4, 3), (2, 4, 3))
+    weights = [[1.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
+
+    def call(a, b, shift, scale, a_dot, a_ddot):
+        operands = shift, scale, 0.5
+        return tuple(nf.matmul_epilogue_jet(a, b, formula, operands, a_dot, a_ddot, weights=weights))
+
+    check_grads(call, x, 2, rtol=1e-3)
+    close(jax.jit(call)(*x), call(*x))
+    shifts = jnp.stack([x[2], 2 * x[2]])
+    found = jax.vmap(call, (None, None, 0, None, None, None))(*x[:2], shifts, *x[3:])
+    singly = [call(*x[:2], shift, *x[3:]) for shift in shifts]
+    close(found, jax.tree.map(lambda *y: jnp.stack(y), *singly))

@@ -256,3 +256,47 @@ def test_bad_calls_are_refused_before_anything_is_computed():
         nf.mlp_jet(x, weights, biases, out=(None, None, None))
     with pytest.raises(ValueError, match=r"weights\[1\] must have shape"):
         nf.mlp_jet(x, [weights[0], *weights[::2]], biases)
+
+
+@nf.epilogue(name="formula of the tests of jets")
+def formula(z, shift, scale, square):
+    return nf.activations()["gelu"](z + shift) * scale + square * z * z
+
+
+FORMULA = [
+    draw(*s, seed=i) for i, s in enumerate([(4, 3), (3, 2), (2,), (4, 1), (3, 4, 3), (2, 4, 3)])
+]
+
+
+def of_formula(a, b, shift, scale, a_dot, a_ddot):
+    operands = shift, scale, 0.5
+    return tuple(nf.matmul_epilogue_jet(a, b, formula, operands, a_dot, a_ddot, weights=WEIGHTS))
+
+
+def test_a_formula_is_differentiable_once_and_twice():
+    assert gradcheck(of_formula, FORMULA)
+    assert gradgradcheck(of_formula, FORMULA)
+
+
+def test_a_program_of_a_formula_has_no_break():
+    found = torch.compile(of_formula, fullgraph=True)(*FORMULA)
+    wanted = of_formula(*FORMULA)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+    for x, y in zip(gradients(found, FORMULA), gradients(wanted, FORMULA), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_the_backward_of_a_formula_is_the_cores():
+    a, b, *operands, a_dot, a_ddot = [x.detach() for x in FORMULA]
+    given = a, b, formula, (*operands, 0.5), a_dot, a_ddot
+    grads = cotangents(of_formula(*FORMULA))
+    found = nf.matmul_epilogue_jet_bwd(*grads, *given, weights=WEIGHTS)
+    assert type(found.d_a) is torch.Tensor and found.d_operands[2].shape == ()
+    arrays = a.numpy(), b.numpy(), formula, (*(x.numpy() for x in operands), 0.5)
+    grads = [g.numpy() for g in grads]
+    dots = a_dot.numpy(), a_ddot.numpy()
+    wanted = nf.matmul_epilogue_jet_bwd(*grads, *arrays, *dots, weights=WEIGHTS)
+    pairs = [(found.d_a, wanted.d_a), (found.d_a_ddot, wanted.d_a_ddot)]
+    for x, y in (*pairs, *zip(found.d_operands, wanted.d_operands, strict=True)):
+        np.testing.assert_allclose(x.numpy(), y, rtol=1e-13)

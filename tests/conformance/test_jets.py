@@ -489,3 +489,69 @@ def test_a_call_that_comes_again_gives_the_same_bits(backend):
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             assert (bits(a) == bits(b)).all()
+
+
+@pytest.mark.dtype("float32")
+@pytest.mark.parametrize("final", ["none", "tanh"])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["one", "batch"])
+def test_gradients_of_a_network_are_written_where_they_are_asked_for(backend, final, batch):
+    rng = np.random.default_rng(10)
+    few = traits(backend).simulator
+    weights, biases = network(rng, (2, 3, 2) if few else (2, 7, 5, 2), np.float32, batch)
+    biases[0] = None
+    x = rng.standard_normal((4, 2)).astype(np.float32)
+    grads = [y.copy() for y in nf.mlp_jet(x, weights, biases, final=final, backend=backend)]
+    call = *grads, x, weights, biases
+    how: dict[str, Any] = {"final": final, "needs": ("x", "weights", "biases"), "backend": backend}
+    wanted = nf.mlp_jet_bwd(*call, **how)
+
+    def new(y):
+        return tuple(map(new, y)) if isinstance(y, tuple) else None if y is None else np.nan * y
+
+    out = new(tuple(wanted))
+    out = out[0], (None, *out[1][1:]), out[2]
+    got = nf.mlp_jet_bwd(*call, out=out, **how)
+    assert got.d_x is out[0]
+    for found, given in zip((*got.d_weights, *got.d_biases), (*out[1], *out[2]), strict=True):
+        assert given is None or found is given
+    pairs = [(got.d_x, wanted.d_x), *zip(got.d_weights, wanted.d_weights, strict=True)]
+    pairs += [
+        pair for pair in zip(got.d_biases, wanted.d_biases, strict=True) if pair[1] is not None
+    ]
+    for y, z in pairs:
+        assert (bits(y) == bits(z)).all()
+
+
+@pytest.mark.dtype("float64")
+@pytest.mark.parametrize("batches", [((), ()), ((2, 1), ()), ((), (3,)), ((3,), (3,))])
+def test_a_bias_with_batch_axes_is_a_layer_for_each(backend, batches):
+    rng = np.random.default_rng(11)
+    of_a, of_b = batches
+    a, b = rng.standard_normal((*of_a, 4, 3)), rng.standard_normal((*of_b, 3, 5))
+    bias, dot = rng.standard_normal((3, 1, 5)), rng.standard_normal((2, *of_a, 4, 3))
+    got, kept = nf.matmul_bias_activation_jet(a, b, bias, "tanh", dot, keep=True, backend=backend)
+    grads = [rng.standard_normal(x.shape) for x in got]
+    call = a, b, bias, "tanh", dot
+    found = nf.matmul_bias_activation_jet_bwd(*grads, *call, kept=kept, backend=backend)
+    total: Any = [0, np.zeros_like(b), np.zeros_like(bias), 0]
+    for i in range(3):
+        own = b[i] if of_b else b
+        lead = of_a == (3,)
+        left = (a[i], dot[:, i]) if lead else (a, dot)
+        layer = left[0], own, bias[i, 0], "tanh", left[1]
+        one = nf.matmul_bias_activation_jet(*layer, backend=backend)
+        for x, y in zip(got, one, strict=True):
+            x = x[..., i, :, :].reshape(y.shape)
+            np.testing.assert_allclose(x, y, rtol=1e-13, atol=1e-14)
+        gs = [g[..., i, :, :].reshape(y.shape) for g, y in zip(grads, one, strict=True)]
+        back = nf.matmul_bias_activation_jet_bwd(*gs, *layer, backend=backend)
+        total[1][i if of_b else ...] += back.d_b
+        total[2][i, 0] += back.d_bias
+        if lead:
+            np.testing.assert_allclose(found.d_a[i], back.d_a, rtol=1e-12, atol=1e-13)
+        else:
+            total[0], total[3] = total[0] + back.d_a, total[3] + back.d_a_dot
+    pairs = [(found.d_b, total[1]), (found.d_bias, total[2])]
+    pairs += [] if of_a == (3,) else [(found.d_a, total[0]), (found.d_a_dot, total[3])]
+    for x, y in pairs:
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)

@@ -222,13 +222,16 @@ ARROWS: dict[str, set[str]] = {
     "fusion": {"functional", "fused_operations", "problem"},
     "gated": {"activations", "epilogues", "functional", "fused_operations", "problem"},
     "jets": {"backends", "functional", "operations", "problem", "runtime"},
+    "epilogue_jets": {
+        "backends", "definitions", "functional", "fused_operations", "jets", "problem", "runtime",
+    },
     "perceptron": {"activations", "functional", "jets", "problem", "runtime", "tiling"},
     "networks": {"functional", "perceptron", "problem", "runtime"},
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu",
-        "definitions", "devices", "differentials", "epilogues", "errors", "expr", "functional",
-        "fused_operations", "fusion", "gated", "jets", "language", "networks", "operations",
+        "definitions", "devices", "differentials", "epilogue_jets", "epilogues", "errors", "expr",
+        "functional", "fused_operations", "fusion", "gated", "jets", "language", "networks", "operations",
         "perceptron", "problem", "runtime",
     },
     # The one that names the backends and the adapters to the core.
@@ -237,8 +240,8 @@ ARROWS: dict[str, set[str]] = {
         "backends.reference", "backends.webgpu", "runtime",
     },
     "numfuse": {
-        "activations", "backends", "definitions", "devices", "differentials", "errors",
-        "functional", "fusion", "gated", "jets", "networks", "registry", "runtime", "webgpu",
+        "activations", "backends", "definitions", "devices", "differentials", "epilogue_jets",
+        "errors", "functional", "fusion", "gated", "jets", "networks", "registry", "runtime", "webgpu",
     },
     # The public functions only, but for the benchmark's ceilings, PyTorch's modules and what `info`
     # tells of JAX.

@@ -97,7 +97,8 @@ def test_a_layer_of_a_network_is_a_product_and_a_pass(submits, monkeypatch):
         submits.clear()
         results, kept = nf.mlp_jet(*given, keep=True, **how)
         layers = [x for x in submits if "jet" in x]
-        assert layers == [["gemm", "jet"]] * 2
+        # (the first layer's directions are a product of their own, of a row each)
+        assert layers == [["gemm", "gemm", "jet"], ["gemm", "jet"]]
         submits.clear()
         got = nf.mlp_jet_bwd(*on_device, *given, **how, kept=kept, needs=("weights",))
         layers = [sorted(x) for x in submits if "jet" in x]

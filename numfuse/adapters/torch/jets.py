@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from numfuse import jets, networks
+from numfuse import definitions, epilogue_jets, jets, networks
 from numfuse.activations import get
 from numfuse.adapters.jets import (
     RESULTS,
     Constants,
+    FormulaCall,
     FusedFormulas,
     JetCall,
     LayerCall,
@@ -33,7 +34,7 @@ from numfuse.adapters.jets import (
 from numfuse.adapters.torch import eager
 from numfuse.adapters.torch.compiled import follows
 from numfuse.adapters.torch.kept import recomputes
-from numfuse.adapters.torch.keys import backend_key, backend_of, key_of
+from numfuse.adapters.torch.keys import backend_key, backend_of, formula_key, key_of
 from numfuse.adapters.torch.operators import BY_NAME, in_graph, on_cuda
 from numfuse.adapters.torch.tensors import (
     array_over,
@@ -284,6 +285,15 @@ def _layer_key(activation: Any, guard: bool) -> str:
 
 
 @torch.compiler.assume_constant_result
+def _formula_key(epilogue: Any, guard: bool) -> str:
+    """Return a string that stands for a call of a formula's jet."""
+    made = definitions.get(epilogue)
+    key = f"formula {formula_key(made)} {guard}"
+    _CALLS.setdefault(key, FormulaCall(made, bool(guard), None))
+    return key
+
+
+@torch.compiler.assume_constant_result
 def _network_key(count: int, activation: Any, final: Any, guard: bool) -> str:
     """Return a string that stands for a network's call."""
     call, _ = network_call(None, (None,) * count, None, activation, final, guard, None)
@@ -419,3 +429,15 @@ def _layer_jet(
     key = _layer_key(activation, guard)
     operands = [a, b, bias, a_dot, a_ddot]
     return LayerJet(*_followed(key, operands, (None, weights), backend))
+
+
+@torch.compiler.substitute_in_graph(epilogue_jets.matmul_epilogue_jet)
+def _formula_jet(
+    a: Any, b: Any, epilogue: Any, operands: Any, a_dot: Any, a_ddot: Any = None, *,
+    weights: Any = None, keep: bool = False, guard: bool = True, out: Any = None,
+    backend: Any = None,
+) -> Any:  # fmt: skip
+    _refuse(keep, out)
+    own = [_array(y, a) if isinstance(y, (int, float)) else y for y in operands]
+    key = _formula_key(epilogue, guard)
+    return LayerJet(*_followed(key, [a, b, *own, a_dot, a_ddot], (None, weights), backend))

@@ -101,6 +101,10 @@ def _product(rec: Recorder, p: JetProblem, x: View, y: View, out: View, name: st
 def _sums(rec: Recorder, p: JetProblem, bind: Bind, kept: bool = False) -> dict[str, View]:
     """Record the sums of all members; return them. Those that are `kept` are results."""
     acc, b = format_of(p.acc_dtype), bind("b")
+    if p.shared:
+        z = bind("pre") if kept else rec.fresh((*p.batch, p.m, p.n), acc)
+        batches.product(rec, bind("a"), b, p.batch, z, acc)
+        return {"z": z, "z_dot": _row_sums(rec, p, bind)}
     if p.stacked:
         whole = bind("pre") if kept else _stack(rec, p, p.n, acc)
         x, out = _tall(bind("a"), p.members, p.k), _tall(whole, p.members, p.n)
@@ -116,10 +120,19 @@ def _sums(rec: Recorder, p: JetProblem, bind: Bind, kept: bool = False) -> dict[
     return found
 
 
+def _row_sums(rec: Recorder, p: JetProblem, bind: Bind) -> View:
+    """Record the sums of directions that are one row for all points: (D, ..., 1, N)."""
+    b, acc = bind("b"), format_of(p.acc_dtype)
+    own, v = b.shape[:-2], _spread(bind("a_dot"), len(b.shape) - 2)
+    made = rec.fresh((p.directions, *own, 1, p.n), acc)
+    batches.product(rec, v, b, (p.directions, *own), made, acc)
+    return made
+
+
 def _left(rec: Recorder, p: JetProblem, bind: Bind) -> View:
     """Return the left operands as a tall matrix, gathered where they are no stack."""
     a = bind("a")
-    if p.stacked:
+    if p.stacked and not p.shared:
         return _tall(a, p.members, p.k)
     if p.members == 1:
         return a
@@ -127,7 +140,11 @@ def _left(rec: Recorder, p: JetProblem, bind: Bind) -> View:
     whole = rec.fresh((*a.shape[:-1], p.members * pitch), a.dtype)
     for name, part in _members(p, whole, _LEFT, p.k, p.members).items():
         if name in p.arrays and 0 not in part.shape:
-            batches.copy(rec, bind(name), part)
+            x = bind(name)
+            if p.shared and name in MEMBERS:  # (each row again and again)
+                steps = x.strides[0], *(0,) * (len(part.shape) - 2), x.strides[-1]
+                x = replace(x, shape=part.shape, strides=steps)
+            batches.copy(rec, x, part)
     return _tall(whole, p.members, p.k)
 
 
@@ -151,7 +168,9 @@ def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
         arrays = _members(p, bind("grad"), _GRADS, p.n, _all_members(p))
     else:
         arrays = {name: bind(name) for name in _GRADS if name in p.arrays}
-    if "pre" in p.arrays and p.stacked:
+    if "pre" in p.arrays and p.shared:
+        arrays |= {"z": bind("pre"), "z_dot": _row_sums(rec, p, bind)}
+    elif "pre" in p.arrays and p.stacked:
         arrays |= _members(p, bind("pre"), _SUMS, p.n, p.members)
     elif "pre" in p.arrays:
         arrays |= {z: bind(x) for z, x in zip(_SUMS, _KEPT, strict=True) if x in p.arrays}
@@ -171,7 +190,7 @@ def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
     if "d_b" in results:
         left, tall = _left(rec, p, bind), _tall(q, p.members, p.n)
         batches.product(rec, left.turned, tall, p.batch, bind("d_b"), acc, free=True)
-    if p.stacked and "d_a" in results:
+    if p.stacked and not p.shared and "d_a" in results:
         out = _tall(bind("d_a"), p.members, p.k)
         batches.product(rec, _tall(q, p.members, p.n), bind("b").turned, p.batch, out, acc)
         return

@@ -95,6 +95,10 @@ def _sums(store: Store, p: JetProblem, kept: Mapping[str, Region]) -> dict[str, 
     """Record the sums of all members; return them. Those that are `kept` are results."""
     b = store.source(p.arrays["b"])
     shape = (*p.batch, p.m, p.members * p.n)
+    if p.shared:
+        z = kept.get("pre") or fresh(store.device, (*p.batch, p.m, p.n), p.acc_dtype, "sums")
+        product(store, store.source(p.arrays["a"]), b, p.batch, {"out": z}, p.acc_dtype)
+        return {"z": z, "z_dot": _row_sums(store, p)}
     if p.stacked:
         whole = kept.get("pre") or fresh(store.device, shape, p.acc_dtype, "sums")
         x, out = _tall(store.source(p.arrays["a"]), p.members), _tall(whole, p.members)
@@ -108,6 +112,16 @@ def _sums(store: Store, p: JetProblem, kept: Mapping[str, Region]) -> dict[str, 
         if name in p.arrays and z in found and 0 not in found[z].shape:
             _product(store, p, store.source(p.arrays[name]), b, found[z], name)
     return found
+
+
+def _row_sums(store: Store, p: JetProblem) -> Region:
+    """Record the sums of directions that are one row for all points: (D, ..., 1, N)."""
+    b, v = store.source(p.arrays["b"]), store.source(p.arrays["a_dot"])
+    own = b.shape[:-2]
+    made = fresh(store.device, (p.directions, *own, 1, p.n), p.acc_dtype, "sums of directions")
+    batch = p.directions, *own
+    product(store, _spread(v, len(own)), b, batch, {"out": made}, p.acc_dtype)
+    return made
 
 
 # --- forward ------------------------------------------------------------------------------------
@@ -128,7 +142,9 @@ def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
     arrays = {x: store.source(p.arrays[x]) for x in (*grads, *_KEPT) if x in p.arrays}
     if p.stacked:
         arrays |= _members(p, arrays["grad"], grads, n)
-    if "pre" in arrays and p.stacked:
+    if "pre" in arrays and p.shared:
+        arrays |= {"z": arrays["pre"], "z_dot": _row_sums(store, p)}
+    elif "pre" in arrays and p.stacked:
         arrays |= _members(p, arrays["pre"], _SUMS, n)
     elif "pre" in arrays:
         arrays |= {z: arrays[x] for z, x in zip(_SUMS, _KEPT, strict=True) if x in arrays}
@@ -155,7 +171,7 @@ def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
         stack = _tall(_stack(store, p), p.members)
         out, add = outs["d_b"]
         product(store, stack.turned, tall, p.batch, {"out": out}, p.acc_dtype, free=True, add=add)
-    if p.stacked and "d_a" in outs:
+    if p.stacked and not p.shared and "d_a" in outs:
         out, add = outs["d_a"]
         into = {"out": _tall(out, p.members)}
         product(store, tall, b.turned, p.batch, into, p.acc_dtype, add=add)
@@ -192,13 +208,17 @@ def _wholes(store: Store, p: JetProblem, outs: _Outs) -> dict[str, Region]:
 def _stack(store: Store, p: JetProblem) -> Region:
     """Return the left operands as a stack, gathered where they are none."""
     a = store.source(p.arrays["a"])
-    if p.stacked:
+    if p.stacked and not p.shared:
         return a
     shape = (*a.shape[:-1], p.members * p.k)
     made = fresh(store.device, shape, np.dtype(p.dtype), "a stack of left operands")
     for name, part in _members(p, made, _LEFT, p.k).items():
         if name in p.arrays and 0 not in part.shape:
-            copy(store.commands, store.source(p.arrays[name]), part)
+            x = store.source(p.arrays[name])
+            if p.shared and name in MEMBERS:  # (each row again and again)
+                steps = x.strides[0], *(0,) * (len(part.shape) - 2), x.strides[-1]
+                x = replace(x, shape=part.shape, strides=steps)
+            copy(store.commands, x, part)
     return made
 
 
