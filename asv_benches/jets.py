@@ -3,6 +3,9 @@
 ``python asv_benches/jets.py [WORD ...]`` runs the rows whose names have all of the words, each way
 of each library in the same process by turns, with random points and weights, and prints medians.
 
+``--webgpu`` runs float32 rows on a WebGPU device, beside numfuse's own nested way there (HIPS
+autograd over its layers).
+
 - numfuse: :func:`numfuse.mlp_jet`, the residual in NumPy, :func:`numfuse.mlp_jet_bwd`; with what
   the forward kept, and by blocks that are made again.
 - jax.jit: forward mode of forward mode, the gradient by reverse mode.
@@ -58,6 +61,42 @@ def ours(x: np.ndarray, layers: Layers, keep: bool) -> Callable[[], Any]:
         return nf.mlp_jet_bwd(*grads, x, weights, biases, "tanh", second=second, kept=kept)[1:]
 
     return run
+
+
+def residual(u: Any, u_x: Any, u_t: Any, u_xx: Any, nu: Any, scale: Any) -> Any:
+    """The cotangents of the mean square of u_t + u u_x - nu u_xx by u, u_x, u_t and u_xx."""
+    r = (u_t + u * u_x - nu * u_xx) * scale
+    return r * u_x, r * u, r, -nu * r
+
+
+def webgpu_calls(x: np.ndarray, layers: Layers) -> dict[str, Callable[[], Any]]:
+    """Return calls on a WebGPU device: jets, and nested derivatives."""
+    from pinns import autograd_pinn
+
+    points, *given = (nf.to_device(y, "webgpu") for y in (x, *(y for pair in layers for y in pair)))
+    weights, biases, second = given[::2], given[1::2], np.array([[1.0, 0.0]])
+    shapes = (2, len(x), 1), (1, len(x), 1)
+    dot, ddot = (nf.to_device(np.zeros(shape, x.dtype), "webgpu") for shape in shapes)
+
+    def jets() -> Any:
+        found, kept = nf.mlp_jet(points, weights, biases, second=second, keep=True)
+        derivatives = found.u, found.u_dot[0], found.u_dot[1], found.u_ddot[0]
+        where = None, dot[0], dot[1], ddot[0]
+        grad, *_ = nf.elementwise(residual, *derivatives, NU, 2 / len(x), out=where)
+        how = {"second": second, "kept": kept}
+        made = nf.mlp_jet_bwd(grad, dot, ddot, points, weights, biases, "tanh", **how)[1:]
+        return tuple(tuple(map(nf.to_numpy, ys)) for ys in made)
+
+    sizes = (2, *(len(b) for _, b in layers))
+
+    work = autograd_pinn(sizes, len(x), "float32")(np.random.default_rng())
+    fused = work.runs["numfuse"]
+
+    def nested() -> Any:
+        with nf.use_backend("webgpu"):
+            return fused()
+
+    return {"numfuse, kept": jets, "numfuse, nested": nested}
 
 
 def jax_call(x: np.ndarray, layers: Layers) -> Callable[[], Any]:
@@ -118,13 +157,40 @@ def flat(found: Any) -> np.ndarray:
     return np.concatenate(every).astype(np.float64)
 
 
+def on_webgpu(seconds: float) -> None:
+    """Print float32 rows on a WebGPU device."""
+    for points, sizes in ((2000, (2, *[32] * 4, 1)), (20000, (2, *[64] * 4, 1))):
+        x, layers = operands(np.random.default_rng(), points, sizes, "float32")
+        runs = webgpu_calls(x, layers)
+        wide = [(w.astype(np.float64), b.astype(np.float64)) for w, b in layers]
+        exact = flat(ours(x.astype(np.float64), wide, True)())
+        error = np.abs(flat(runs["numfuse, kept"]()) - exact).max() / np.abs(exact).max()
+        assert error < 1e-4, error
+        times = {way: [] for way in runs}
+        for run in runs.values():
+            run()
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or not times["numfuse, nested"]:
+            for way, run in runs.items():
+                start = time.perf_counter()
+                run()
+                times[way].append(time.perf_counter() - start)
+        jets, nested = (1e3 * np.median(t) for t in times.values())
+        told = f"{jets:.1f} ms, nested {nested:.1f} ms; {nested / jets:.1f} times its speed"
+        print(f"{points} points, {sizes}, WebGPU: {told}", flush=True)
+
+
 def main() -> None:
     """Run the rows that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--peers", default="jax,torch")
+    parser.add_argument("--webgpu", action="store_true", help="on a WebGPU device")
     args = parser.parse_args()
+    if args.webgpu:
+        on_webgpu(args.seconds)
+        return
     for name, (points, sizes, dtype) in ROWS.items():
         if args.words and not all(word in name for word in args.words):
             continue
