@@ -8,7 +8,7 @@ made of products and formulas element by element, which a library differentiates
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -18,6 +18,7 @@ import numpy as np
 
 from numfuse.activations import Activation, get
 from numfuse.definitions import UserEpilogue
+from numfuse.fusion import elementwise
 from numfuse.jets import matmul_bias_activation_jet, matmul_bias_activation_jet_bwd, weights_of
 from numfuse.language.curves import leaf, replace_leaves
 from numfuse.language.graph import SYMBOL
@@ -221,8 +222,7 @@ def layer_call(
     whether it keeps what its backward needs; `what` forbids `out`.
     """
     given = dict(zip(operation.operands, operands, strict=True))
-    if out is not None:
-        raise ValueError(f"out must be None under {what}, got an array")
+    _refuse_out(out, what)
     guard, keep = flags[:2]
     grads = [given[name] for name in ("grad", "grad_dot", "grad_ddot") if name in given]
     x = [given[name] for name in LayerCall.names]
@@ -246,7 +246,43 @@ def network_call(
     return call, [x, *weights, *biases]
 
 
+def network_entry(
+    run: Callable[..., Any], run_backward: Callable[..., Any], what: str
+) -> Callable[..., Any]:
+    """Return what runs a network's jet, or with cotangents its backward, which may have what was
+    kept, by an adapter's two ways; `what` forbids `out`.
+    """
+
+    def network(
+        grads: Any, x: Any, weights: Sequence[Any], biases: Any, how: Sequence[Any],
+        constants: Constants, keep: Any, needs: Sequence[str], out: Any = None,
+    ) -> Any:  # fmt: skip
+        _refuse_out(out, what)
+        call, operands = network_call(x, weights, biases, *how)
+        if grads is None:
+            return run(call, operands, constants, keep)
+        return run_backward(call, grads, operands, constants, keep, needs)
+
+    return network
+
+
+def _refuse_out(out: Any, what: str) -> None:
+    if out is not None:
+        raise ValueError(f"out must be None under {what}, got an array")
+
+
 # --- the plain way --------------------------------------------------------------------------------
+class FusedFormulas:
+    """The part of an adapter's operations that is the same for each: formulas, by this package."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def elementwise(self, f: UserEpilogue, z: Any) -> Any:
+        """Return the results of a formula of `z`, none where it has none."""
+        return elementwise(f, z, backend=self._backend) if f.graphs else ()
+
+
 @lru_cache(maxsize=64)
 def curves(f: Activation) -> tuple[UserEpilogue, tuple[float | None, ...]]:
     """Return the formula of an activation's value and of those of its first two derivatives that

@@ -15,8 +15,14 @@ from autograd.builtins import tuple as traced_tuple
 from autograd.extend import defjvp_argnums, defvjp_argnums
 
 from numfuse.adapters.autograd.boxes import items, like, primitive, through
-from numfuse.adapters.jets import RESULTS, Constants, JetCall, layer_call, network_call
-from numfuse.fusion import elementwise
+from numfuse.adapters.jets import (
+    RESULTS,
+    Constants,
+    FusedFormulas,
+    JetCall,
+    layer_call,
+    network_entry,
+)
 
 _WHAT = "automatic differentiation"
 
@@ -52,17 +58,11 @@ _FORWARD, _BACKWARD = primitive(_forward), primitive(_backward)
 
 
 # --- the plain way --------------------------------------------------------------------------------
-class _Ops:
+class _Ops(FusedFormulas):
     """Operations on boxes, of which the plain way is made."""
 
     matmul = staticmethod(anp.matmul)
     broadcast_to = staticmethod(anp.broadcast_to)
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def elementwise(self, f: Any, z: Any) -> Any:
-        return elementwise(f, z, backend=self._backend) if f.graphs else ()
 
     @staticmethod
     def constant(x: Any, like: Any) -> Any:
@@ -108,7 +108,9 @@ defjvp_argnums(_BACKWARD, _again[1])
 
 
 # --- calls ----------------------------------------------------------------------------------------
-def _run(call: JetCall, x: Sequence[Any], constants: Constants) -> Any:
+def _run(call: JetCall, x: Sequence[Any], constants: Constants, keep: Any) -> Any:
+    if keep:
+        raise ValueError(f"keep must be False under {_WHAT}, which keeps what it needs")
     return call.result(*items(_FORWARD(*x, How(call, constants, [])), RESULTS))
 
 
@@ -137,26 +139,9 @@ def layer(
     """Run an operation of a layer's jet."""
     how = operation, operands, activation, flags, out, backend
     call, grads, x, constants, keep = layer_call(*how, _WHAT)
-    _refuse(keep)
     if grads:
         return _run_backward(call, grads, x, constants, None, needs)
-    return _run(call, x, constants)
+    return _run(call, x, constants, keep)
 
 
-def network(
-    grads: Any, x: Any, weights: Sequence[Any], biases: Any, how: Sequence[Any],
-    constants: Constants, keep: Any, needs: Sequence[str], out: Any = None,
-) -> Any:  # fmt: skip
-    """Run a network's jet, or with cotangents its backward, which may have what was kept."""
-    if out is not None:
-        raise ValueError(f"out must be None under {_WHAT}, got an array")
-    call, operands = network_call(x, weights, biases, *how)
-    if grads is not None:
-        return _run_backward(call, grads, operands, constants, keep, needs)
-    _refuse(keep)
-    return _run(call, operands, constants)
-
-
-def _refuse(keep: Any) -> None:
-    if keep:
-        raise ValueError(f"keep must be False under {_WHAT}, which keeps what it needs")
+network = network_entry(_run, _run_backward, _WHAT)

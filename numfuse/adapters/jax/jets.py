@@ -24,7 +24,7 @@ from numfuse.adapters.jax.calls import abstract_results, agreed, fitted, in_fron
 from numfuse.adapters.jax.formulas import Graphs, values
 from numfuse.adapters.jax.operations import Shape
 from numfuse.adapters.jax.primitives import mapped
-from numfuse.adapters.jets import RESULTS, JetCall, LayerCall, layer_call, network_call
+from numfuse.adapters.jets import RESULTS, JetCall, LayerCall, layer_call, network_entry
 from numfuse.runtime.strided import ghost
 
 _GRADS = "grad", "grad_dot", "grad_ddot"
@@ -331,7 +331,7 @@ ad.primitive_transposes[TANGENT] = _tangent_transposed
 
 
 # --- calls ----------------------------------------------------------------------------------------
-def _run(
+def _bind(
     call: JetCall,
     grads: Sequence[Any],
     x: Sequence[Any],
@@ -362,6 +362,23 @@ def _run(
     return [next(rest) if need else None for need in needs]
 
 
+def _run(call: JetCall, x: Sequence[Any], constants: Sequence[Any], keep: Any) -> Any:
+    _refuse(keep)
+    return call.result(*_bind(call, (), x, constants))
+
+
+def _run_backward(
+    call: JetCall,
+    grads: Sequence[Any],
+    x: Sequence[Any],
+    constants: Sequence[Any],
+    kept: Any,
+    needs: Sequence[str],
+) -> Any:
+    _refuse(kept)
+    return call.gradients(_bind(call, grads, x, constants, call.wanted(needs)), needs)
+
+
 def layer(
     operation: Any, operands: Sequence[Any], activation: Any, flags: Sequence[Any], needs: Any,
     out: Any, backend: Any,
@@ -369,24 +386,12 @@ def layer(
     """Run an operation of a layer's jet."""
     how = operation, operands, activation, flags, out, backend
     call, grads, x, constants, keep = layer_call(*how, _WHAT)
-    _refuse(keep or (grads and operands[-1] is not None))
     if grads:
-        return call.gradients(_run(call, grads, x, constants, call.wanted(needs)), needs)
-    return call.result(*_run(call, (), x, constants))
+        return _run_backward(call, grads, x, constants, operands[-1] is not None, needs)
+    return _run(call, x, constants, keep)
 
 
-def network(
-    grads: Any, x: Any, weights: Sequence[Any], biases: Any, how: Sequence[Any],
-    constants: tuple[Any, Any], keep: Any, needs: Sequence[str], out: Any = None,
-) -> Any:  # fmt: skip
-    """Run a network's jet, or with cotangents its backward."""
-    if out is not None:
-        raise ValueError(f"out must be None under {_WHAT}, got an array")
-    _refuse(keep)
-    call, operands = network_call(x, weights, biases, *how)
-    if grads is None:
-        return call.result(*_run(call, (), operands, constants))
-    return call.gradients(_run(call, grads, operands, constants, call.wanted(needs)), needs)
+network = network_entry(_run, _run_backward, _WHAT)
 
 
 def _refuse(keep: Any) -> None:

@@ -22,10 +22,12 @@ from numfuse.activations import get
 from numfuse.adapters.jets import (
     RESULTS,
     Constants,
+    FusedFormulas,
     JetCall,
     LayerCall,
     layer_call,
     network_call,
+    network_entry,
 )
 from numfuse.adapters.torch import eager
 from numfuse.adapters.torch.compiled import follows
@@ -33,7 +35,6 @@ from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.keys import backend_key, backend_of, key_of
 from numfuse.adapters.torch.operators import BY_NAME, in_graph
 from numfuse.adapters.torch.tensors import array_over, autocast, checked, run_beside, to_tensor
-from numfuse.fusion import elementwise
 from numfuse.problem.results import LayerJet, NetworkJet
 
 _WHAT = "PyTorch's autograd, transformations, modes and tracing"
@@ -95,17 +96,11 @@ def _backward(
 
 
 # --- the plain way --------------------------------------------------------------------------------
-class _Ops:
+class _Ops(FusedFormulas):
     """Operations on tensors, of which the plain way is made."""
 
     matmul = staticmethod(torch.matmul)
     broadcast_to = staticmethod(torch.broadcast_to)
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def elementwise(self, f: Any, z: Any) -> Any:
-        return elementwise(f, z, backend=self._backend) if f.graphs else ()
 
     def constant(self, x: Any, like: Any) -> Any:
         return torch.as_tensor(x, dtype=like.dtype, device=like.device)
@@ -232,17 +227,7 @@ def layer(
     return (*found[0], *found[1]) if keep else found
 
 
-def network(
-    grads: Any, x: Any, weights: Sequence[Any], biases: Any, how: Sequence[Any],
-    constants: Constants, keep: Any, needs: Sequence[str], out: Any = None,
-) -> Any:  # fmt: skip
-    """Run a network's jet, or with cotangents its backward, which may have what was kept."""
-    if out is not None:
-        raise ValueError(f"out must be None under {_WHAT}, got an array")
-    call, operands = network_call(x, weights, biases, *how)
-    if grads is None:
-        return _run(call, operands, constants, keep)
-    return _run_backward(call, grads, operands, constants, keep, needs)
+network = network_entry(_run, _run_backward, _WHAT)
 
 
 # --- programs of torch.compile --------------------------------------------------------------------
