@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cuda_gpu import error
 from torch.nn.functional import silu
 
 import numfuse as nf
@@ -88,13 +89,6 @@ def on_the_cpu(contestants: Contestants, rounds: int) -> dict[str, float]:
             contestants[name]()
             found[name].append(time.perf_counter() - start)
     return {name: statistics.median(times) for name, times in found.items()}
-
-
-def error(given: Any, exact: tuple[Any, ...]) -> float:
-    """The largest error beside the largest value, over all results."""
-    parts = given if isinstance(given, tuple) else (given,)
-    pairs = zip((torch.as_tensor(x) for x in parts), exact, strict=True)
-    return max(float((x.double() - y).abs().max() / y.abs().max()) for x, y in pairs)
 
 
 def memory(call: Callable[[], Any]) -> float:

@@ -1,17 +1,18 @@
 """A GPU in Python: runs the text of a compiled kernel, for tests of lanes, masks and addresses.
 
 Numba's simulator cannot run an intrinsic. Here an intrinsic runs its own code generator on a
-builder that computes instead of emitting, and inline PTX is looked up by its instruction; tensor
-core instructions follow the fragment layouts of the PTX ISA (9.7.14.5). Threads of a block take
-turns; they wait for each other at barriers, and those of a warp at its instructions. A copy by
-cp.async arrives only when its group is waited for, and shared memory begins as NaN. Accesses of
-memory are checked for their range and alignment. One multiply-add takes microseconds: for blocks of
-a few thousand of them.
+builder that emits Python, once for each set of its operands' types, and inline PTX is looked up by
+its instruction; tensor core instructions follow the fragment layouts of the PTX ISA (9.7.14.5).
+Threads of a block take turns; they wait for each other at barriers, and those of a warp at its
+instructions. A copy by cp.async arrives only when its group is waited for, and shared memory begins
+as NaN. Accesses of memory are checked for their range and alignment. One multiply-add takes
+microseconds: for blocks of a few thousand of them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -42,54 +43,37 @@ class Registers(list):
 
     def __init__(self, count: int, kind: Any) -> None:
         super().__init__([None] * count)
-        self.kind = kind
+        self.kind, self.key = kind, f"array of {kind}"
 
 
 class Value:
-    """What a builder's operation returns."""
+    """What a builder's operation returns: Python that has it, and its LLVM type."""
 
-    def __init__(self, value: Any, kind: Any) -> None:
-        self.value, self.type = value, kind
+    def __init__(self, text: str, kind: Any, parts: Sequence[str] = ()) -> None:
+        self.text, self.type, self.parts = text, kind, list(parts)
         self.align = 0
 
 
 class Pointer:
     """To an element of registers, or to shared or global memory."""
 
-    def __init__(self, space: str, address: int, pointee: Any, registers: Any = None) -> None:
+    def __init__(self, space: str, address: str, pointee: Any, registers: str = "") -> None:
         self.space, self.address, self.registers = space, address, registers
         self.type = SimpleNamespace(pointee=pointee)
 
 
-def plain(x: Any) -> Any:
-    """The value of an operand."""
+def plain(x: Any) -> str:
+    """Python that has an operand."""
     if isinstance(x, Value):
-        return x.value
-    if isinstance(x, ir.Constant):
-        return [None] * x.type.count if isinstance(x.type, ir.VectorType) else x.constant
-    return x
+        return x.text
+    if isinstance(x.type, ir.VectorType):
+        return f"[{', '.join(['None'] * x.type.count)}]"
+    return f"({x.constant!r})"
 
 
 def signed(value: int, bits: int) -> int:
     value = int(value) & ((1 << bits) - 1)
     return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def to_bytes(value: Any, kind: Any) -> bytes:
-    if isinstance(kind, ir.VectorType):
-        return b"".join(to_bytes(v, kind.element) for v in value)
-    if isinstance(kind, ir.IntType):
-        return (int(value) & ((1 << kind.width) - 1)).to_bytes(kind.width // 8, "little")
-    return REALS[str(kind)](value).tobytes()
-
-
-def from_bytes(raw: bytes, kind: Any) -> Any:
-    if isinstance(kind, ir.VectorType):
-        step = len(raw) // kind.count
-        return [from_bytes(raw[i * step : (i + 1) * step], kind.element) for i in range(kind.count)]
-    if isinstance(kind, ir.IntType):
-        return signed(int.from_bytes(raw, "little"), kind.width)
-    return np.frombuffer(raw, REALS[str(kind)])[0]
 
 
 def size_of(kind: Any) -> int:
@@ -98,100 +82,150 @@ def size_of(kind: Any) -> int:
     return kind.width // 8 if isinstance(kind, ir.IntType) else REALS[str(kind)]().itemsize
 
 
-class Builder:
-    """The operations of an `IRBuilder` that intrinsics use, computed."""
+def encoder(kind: Any) -> Callable[[Any], bytes]:
+    """Return what makes bytes of a value of this type."""
+    if isinstance(kind, ir.VectorType):
+        part = encoder(kind.element)
+        return lambda values: b"".join([part(x) for x in values])
+    if isinstance(kind, ir.IntType):
+        size, mask = kind.width // 8, (1 << kind.width) - 1
+        return lambda x: (int(x) & mask).to_bytes(size, "little")
+    real: Any = REALS[str(kind)]
+    return lambda x: real(x).tobytes()
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Return what makes a value of this type of bytes."""
+    if isinstance(kind, ir.VectorType) and isinstance(kind.element, ir.IntType):
+        format_ = np.dtype(f"<i{size_of(kind.element)}")
+        return lambda raw: np.frombuffer(raw, format_).tolist()
+    if isinstance(kind, ir.VectorType):
+        of_parts: Any = REALS[str(kind.element)]
+        return lambda raw: list(np.frombuffer(raw, of_parts))
+    if isinstance(kind, ir.IntType):
+        return lambda raw: int.from_bytes(raw, "little", signed=True)
+    real: Any = REALS[str(kind)]
+    return lambda raw: np.frombuffer(raw, real)[0]
+
+
+class Builder:
+    """The operations of an `IRBuilder` that intrinsics use, as lines of Python.
+
+    In these, ``m`` is the machine. What an intrinsic emits depends on the types of its operands
+    alone, so that it is asked once for each of them.
+    """
+
+    def __init__(self) -> None:
         self.module = SimpleNamespace(
             declare_intrinsic=lambda name, kinds, kind: SimpleNamespace(name=name)
         )
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {"signed": signed, "Int32": Int32, "isnan": np.isnan}
+
+    def bound(self, value: Any) -> str:
+        """Return a name for an object."""
+        name = f"bound{len(self.scope)}"
+        self.scope[name] = value
+        return name
+
+    def real(self, kind: Any) -> str:
+        return self.bound(REALS[str(kind)])
+
+    def _made(self, text: str, kind: Any) -> Value:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        return Value(name, kind)
 
     def gep(self, pointer: Any, index: Any) -> Pointer:
         kind = pointer.type.pointee
         step = 1 if pointer.space == "registers" else size_of(kind)
-        return Pointer(
-            pointer.space, pointer.address + step * plain(index[0]), kind, pointer.registers
-        )
+        address = f"{pointer.address} + {step} * {plain(index[0])}"
+        return Pointer(pointer.space, address, kind, pointer.registers)
 
     def load(self, p: Any) -> Value:
+        kind = p.type.pointee
         if p.space == "registers":
-            return Value(p.registers[p.address], p.type.pointee)
-        raw = self.machine.read(p.space, p.address, size_of(p.type.pointee))
-        return Value(from_bytes(raw, p.type.pointee), p.type.pointee)
+            return self._made(f"{p.registers}[{p.address}]", kind)
+        raw = f"m.read({p.space!r}, {p.address}, {size_of(kind)})"
+        return self._made(f"{self.bound(decoder(kind))}({raw})", kind)
 
     def store(self, value: Any, p: Any) -> Any:
         if p.space == "registers":
-            p.registers[p.address] = plain(value)
+            self.lines.append(f"{p.registers}[{p.address}] = {plain(value)}")
         else:
-            self.machine.write(p.space, p.address, to_bytes(plain(value), value.type))
+            raw = f"{self.bound(encoder(value.type))}({plain(value)})"
+            self.lines.append(f"m.write({p.space!r}, {p.address}, {raw})")
         return SimpleNamespace(align=0)
 
     def add(self, a: Any, b: Any) -> Value:
-        return Value(signed(plain(a) + plain(b), a.type.width), a.type)
+        return self._made(f"signed({plain(a)} + {plain(b)}, {a.type.width})", a.type)
 
     def fadd(self, a: Any, b: Any) -> Value:
-        return Value(REALS[str(a.type)](plain(a) + plain(b)), a.type)
+        return self._made(f"{self.real(a.type)}({plain(a)} + {plain(b)})", a.type)
 
     def shl(self, a: Any, b: Any) -> Value:
-        return Value(signed(int(plain(a)) << plain(b), a.type.width), a.type)
+        return self._made(f"signed(int({plain(a)}) << {plain(b)}, {a.type.width})", a.type)
 
     def lshr(self, a: Any, b: Any) -> Value:
-        return Value(
-            signed((plain(a) & ((1 << a.type.width) - 1)) >> plain(b), a.type.width), a.type
-        )
+        mask = (1 << a.type.width) - 1
+        return self._made(f"signed(({plain(a)} & {mask}) >> {plain(b)}, {a.type.width})", a.type)
 
     def and_(self, a: Any, b: Any) -> Value:
-        return Value(plain(a) & plain(b), a.type)
+        return self._made(f"{plain(a)} & {plain(b)}", a.type)
 
     def fcmp_unordered(self, what: str, a: Any, b: Any) -> Value:
         assert what == "uno"
-        return Value(bool(np.isnan(plain(a)) or np.isnan(plain(b))), ir.IntType(1))
+        return self._made(f"bool(isnan({plain(a)}) or isnan({plain(b)}))", ir.IntType(1))
 
-    def select(self, condition: Any, a: Any, b: Any) -> Any:
-        return a if plain(condition) else b
+    def select(self, condition: Any, a: Any, b: Any) -> Value:
+        return self._made(f"{plain(a)} if {plain(condition)} else {plain(b)}", a.type)
 
     def trunc(self, a: Any, kind: Any) -> Value:
-        return Value(signed(plain(a), kind.width), kind)
+        return self._made(f"signed({plain(a)}, {kind.width})", kind)
 
     def zext(self, a: Any, kind: Any) -> Value:
-        return Value(int(plain(a)) & ((1 << a.type.width) - 1), kind)
+        return self._made(f"int({plain(a)}) & {(1 << a.type.width) - 1}", kind)
 
     def bitcast(self, a: Any, kind: Any) -> Value:
-        return Value(from_bytes(to_bytes(plain(a), a.type), kind), kind)
+        raw = f"{self.bound(encoder(a.type))}({plain(a)})"
+        return self._made(f"{self.bound(decoder(kind))}({raw})", kind)
 
     def fpext(self, a: Any, kind: Any) -> Value:
-        return Value(REALS[str(kind)](plain(a)), kind)
+        return self._made(f"{self.real(kind)}({plain(a)})", kind)
 
     fptrunc = fpext
 
     def inttoptr(self, a: Any, kind: Any) -> Pointer:
-        return Pointer({1: "global", 3: "shared"}[kind.addrspace], int(plain(a)), kind.pointee)
+        space = {1: "global", 3: "shared"}[kind.addrspace]
+        return Pointer(space, f"int({plain(a)})", kind.pointee)
 
     def ptrtoint(self, p: Any, kind: Any) -> Value:
-        return Value(p.address, kind)
+        return Value(f"({p.address})", kind)
 
     def extract_element(self, a: Any, i: Any) -> Value:
-        return Value(plain(a)[plain(i)], a.type.element)
+        if isinstance(a, Value) and a.parts:
+            return Value(a.parts[i.constant], a.type.element)
+        return Value(f"{plain(a)}[{i.constant}]", a.type.element)
 
     def insert_element(self, a: Any, x: Any, i: Any) -> Value:
-        made = list(plain(a))
-        made[plain(i)] = plain(x)
-        return Value(made, a.type)
+        parts = list(getattr(a, "parts", ())) or ["None"] * a.type.count
+        parts[i.constant] = plain(x)
+        return Value(f"[{', '.join(parts)}]", a.type, parts)
 
     def extract_value(self, a: Any, i: int) -> Value:
-        return Value(a.value[i], a.type.elements[i])
+        return Value(f"{a.text}[{i}]", a.type.elements[i])
 
     def call(self, function: Any, args: Sequence[Any], attrs: Any = ()) -> Any:
         values = [plain(a) for a in args]
         if isinstance(function, ir.InlineAsm):
             kind = getattr(function.type, "pointee", function.type)
             kind = getattr(kind, "return_type", kind)
-            return Value(self.machine.instruction(function.asm, values), kind)
+            step = self.bound(instruction(function.asm))
+            return self._made(f"{step}(m, [{', '.join(values)}])", kind)
         assert function.name == "llvm.fma"
-        wide = np.float64 if isinstance(args[0].type, ir.FloatType) else np.longdouble
-        a, b, c = (wide(v) for v in values)
-        return Value(REALS[str(args[0].type)](a * b + c), args[0].type)
+        wide: Any = np.float64 if isinstance(args[0].type, ir.FloatType) else np.longdouble
+        a, b, c = (f"{self.bound(wide)}({v})" for v in values)
+        return self._made(f"{self.real(args[0].type)}({a} * {b} + {c})", args[0].type)
 
 
 class Context:
@@ -199,17 +233,17 @@ class Context:
 
     def make_array(self, kind: Any) -> Any:
         def made(context: Any, builder: Any, value: Any) -> Any:
-            if isinstance(value, Registers):
-                return SimpleNamespace(data=Pointer("registers", 0, LLVM[value.kind], value))
-            return SimpleNamespace(data=Pointer("shared", 0, None))
+            if value is None:
+                return SimpleNamespace(data=Pointer("shared", "0", None))
+            return SimpleNamespace(data=Pointer("registers", "0", LLVM[kind.dtype], value.text))
 
         return made
 
     def get_dummy_value(self) -> None:
         return None
 
-    def make_tuple(self, builder: Any, kind: Any, parts: Any) -> tuple[Any, ...]:
-        return tuple(plain(p) for p in parts)
+    def make_tuple(self, builder: Any, kind: Any, parts: Any) -> list[Any]:
+        return list(parts)
 
 
 class Block:
@@ -221,12 +255,19 @@ class Block:
         self.static: list[Any] = []
 
 
+def _closed() -> threading.Lock:
+    """Return a lock that a thread waits at until another one releases it."""
+    made = threading.Lock()
+    made.acquire()
+    return made
+
+
 class Thread:
     """A thread of a block: its Python thread, its copies on the way, and what it waits for."""
 
     def __init__(self, number: int, block: Block) -> None:
         self.number, self.block = number, block
-        self.turn = threading.Semaphore(0)
+        self.turn = _closed()
         self.pending: list[tuple[int, bytes]] = []
         self.groups: list[list[tuple[int, bytes]]] = []
         self.waits: Any = None
@@ -250,9 +291,8 @@ class Machine:
     def __init__(self, arrays: Sequence[Any], **functions: Callable[..., Any]) -> None:
         self.ranges = [(x.ctypes.data, x.ctypes.data + x.nbytes) for x in arrays]
         self.functions = functions
-        self.builder, self.context = Builder(self), Context()
         self.made: dict[Any, Any] = {}
-        self.hub = threading.Semaphore(0)
+        self.hub = _closed()
         self.grid, self.threads = (1, 1, 1), 1
         self.cluster: list[Block] = [Block((0, 0, 0), 0)]
         self.current: Thread = Thread(0, self.cluster[0])
@@ -325,7 +365,7 @@ class Machine:
         assert all(t.waits and t.waits[0] == "cluster" for t in threads), "threads wait for ever"
         return threads
 
-    def _wait(self, what: str, value: Any = None) -> Any:
+    def wait(self, what: str, value: Any = None) -> Any:
         thread = self.current
         thread.waits = what, value
         self.hub.release()
@@ -362,66 +402,30 @@ class Machine:
             ctypes.memmove(address, raw, len(raw))
 
     # --- instructions -------------------------------------------------------------------------
-    def instruction(self, text: str, a: list[Any]) -> Any:
+    def commit(self, a: list[Any]) -> None:
         thread = self.current
-        simple = {
-            "add.s64": lambda: signed(a[0] + a[1], 64),
-            "div.u32": lambda: int(a[0]) // int(a[1]),
-            "min.s32": lambda: min(a[0], a[1]),
-            "max.s32": lambda: max(a[0], a[1]),
-            "mov.b32": lambda: a[0],
-            "cvta.to.shared.u64": lambda: a[0],
-            "cvt.rn.bf16.f32": lambda: int(np.float32(a[0]).astype(ml_dtypes.bfloat16).view("i2")),
-        }.get(text.split()[0])
-        if simple is not None:
-            return simple()
-        if text.startswith("bar.sync"):
-            return self._wait("barrier")
-        if text.startswith("bar.warp.sync"):
-            return self._wait("warp")
-        if text.startswith("barrier.cluster.arrive"):
-            assert "barrier.cluster.wait" in text
-            return self._wait("cluster")
-        if text.startswith("mapa"):
-            return a[1] << 24 | a[0]  # the window of a rank
-        if text.startswith("ld.shared::cluster"):
-            return self._of_cluster(text, a[0])
-        if text.startswith("cp.async.commit_group"):
-            thread.groups.append(thread.pending)
-            thread.pending = []
-        elif text.startswith("cp.async.wait_group"):
-            while len(thread.groups) > int(re.findall(r"\d+", text)[-1]):
-                for address, raw in thread.groups.pop(0):
-                    self.write("shared", address, raw)
-        elif text.startswith("cp.async"):
-            size = int(re.findall(r"\], (\d+)", text)[0])
-            used = a[2] if len(a) > 2 else size
-            assert 0 <= used <= size
-            assert not used or a[1] % size == 0, f"cp.async of {size} bytes from {a[1]:#x}"
-            assert not used or self._inside(a[1], used), f"cp.async from {a[1]:#x}"
-            raw = ctypes.string_at(a[1], used) if used else b""
-            thread.pending.append((a[0], raw + bytes(size - used)))
-        elif text.startswith("ldmatrix"):
-            return self._wait("ldmatrix.trans" if ".trans" in text else "ldmatrix", a[0])
-        elif text.startswith("ld.global.nc.v4"):
-            return from_bytes(self.read("global", a[0], 16), ir.VectorType(I32, 4))
-        elif text.startswith("st.global.v4"):
-            self.write("global", a[0], to_bytes(a[1:], ir.VectorType(I32, 4)))
-        elif text.startswith("mma"):
-            return self._wait(text.split()[0], a)
-        else:
-            raise NotImplementedError(text)
-        return None
+        thread.groups.append(thread.pending)
+        thread.pending = []
 
-    def _of_cluster(self, text: str, address: int) -> Any:
-        kind = ir.DoubleType() if ".f64" in text else ir.FloatType()
-        lanes = re.findall(r"\.v(\d)", text)
-        count = int(lanes[0]) if lanes else 1
+    def wait_for_groups(self, most: int) -> None:
+        groups = self.current.groups
+        while len(groups) > most:
+            for address, raw in groups.pop(0):
+                self.write("shared", address, raw)
+
+    def copy(self, size: int, a: list[Any]) -> None:
+        used = a[2] if len(a) > 2 else size
+        assert 0 <= used <= size
+        assert not used or a[1] % size == 0, f"cp.async of {size} bytes from {a[1]:#x}"
+        assert not used or self._inside(a[1], used), f"cp.async from {a[1]:#x}"
+        raw = ctypes.string_at(a[1], used) if used else b""
+        self.current.pending.append((a[0], raw + bytes(size - used)))
+
+    def of_cluster(self, kind: Any, address: int) -> bytes:
         rank, at = address >> 24, address & 0xFFFFFF
-        memory, size = self.cluster[rank].shared, count * size_of(kind)
+        memory, size = self.cluster[rank].shared, size_of(kind)
         assert at % size == 0 and at <= len(memory) - size, f"shared memory of {rank} at {at}"
-        raw = bytes(memory[at : at + size])
-        return from_bytes(raw, kind if count == 1 else ir.VectorType(kind, count))
+        return bytes(memory[at : at + size])
 
     def _together(self, what: str, values: list[Any]) -> list[Any]:
         if what == "warp":
@@ -470,20 +474,42 @@ class Machine:
         return value
 
     def _intrinsic(self, value: Any) -> Callable[..., Any]:
-        known: dict[Any, Any] = {}
+        known: dict[Any, Callable[..., Any]] = {}
 
         def call(*args: Any) -> Any:
-            kinds = tuple(_kind(a) for a in args)
-            if kinds not in known:
-                known[kinds] = value._defn(None, *kinds)
-            signature, codegen = known[kinds]
-            values = [_typed(k, a) for k, a in zip(signature.args, args, strict=True)]
-            result = plain(codegen(self.context, self.builder, signature, values))
-            if signature.return_type == types.int32:
-                return Int32(signed(result, 32))
-            return tuple(plain(r) for r in result) if isinstance(result, list) else result
+            key = tuple([_key(a) for a in args])
+            made = known.get(key)
+            if made is None:
+                kinds = tuple([_kind(a) for a in args])
+                made = known[key] = _emits(value, kinds, tuple([a is None for a in args]))
+            return made(self, *args)
 
         return call
+
+
+@functools.cache
+def _emits(value: Any, kinds: tuple[Any, ...], empty: tuple[bool, ...]) -> Callable[..., Any]:
+    """Return what an intrinsic does with operands of these types."""
+    signature, codegen = value._defn(None, *kinds)
+    builder, names = Builder(), [f"a{i}" for i in range(len(kinds))]
+    values: list[Any] = []
+    for name, kind, none in zip(names, signature.args, empty, strict=True):
+        values.append(None if none else Value(name, LLVM.get(kind)))
+        if isinstance(kind, types.Integer):
+            builder.lines.append(f"{name} = signed({name}, {kind.bitwidth})")
+        elif kind in LLVM:
+            builder.lines.append(f"{name} = {builder.bound(_Real(kind))}({name})")
+    result = codegen(Context(), builder, signature, values)
+    if isinstance(result, list):
+        text = f"({', '.join([plain(r) for r in result])},)"
+    else:
+        text = "None" if result is None else plain(result)
+    if signature.return_type == types.int32:
+        text = f"Int32(signed({text}, 32))"
+    lines = "\n    ".join([*builder.lines, f"return {text}"])
+    exec(f"def emitted({', '.join(['m', *names])}):\n    {lines}", builder.scope)
+    found: Callable[..., Any] = builder.scope["emitted"]
+    return found
 
 
 class _Real:
@@ -520,7 +546,7 @@ class _Cuda:
         return static[thread.arrays - 1]
 
     def syncthreads(self) -> None:
-        self.machine._wait("barrier")
+        self.machine.wait("barrier")
 
     @property
     def threadIdx(self) -> Any:
@@ -538,6 +564,19 @@ class _Cuda:
         return self.machine.grid[0] * self.machine.threads
 
 
+def _key(value: Any) -> Any:
+    """Return what tells Numba's types of values apart."""
+    kind = type(value)
+    if kind is int:
+        return value if 0 <= value < 100 else int
+    if kind is Registers:
+        return value.key
+    return kind if kind in _OF_ONE_TYPE else (kind, value)
+
+
+_OF_ONE_TYPE = {np.float32, np.float64, Int32, type(None)}
+
+
 def _kind(value: Any) -> Any:
     """Numba's type of a value."""
     if value is None or isinstance(value, Registers):
@@ -549,12 +588,57 @@ def _kind(value: Any) -> Any:
     return types.IntegerLiteral(value) if 0 <= value < 100 else types.int64
 
 
-def _typed(kind: Any, value: Any) -> Any:
-    if kind not in LLVM:
-        return value
-    if isinstance(kind, types.Integer):
-        return Value(signed(value, kind.bitwidth), LLVM[kind])
-    return Value(_Real(kind)(value), LLVM[kind])
+@functools.cache
+def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
+    """Return what a line of PTX does with its operands."""
+    name = text.split()[0]
+    numbers = re.findall(r"\d+", text)
+    if name in _PURE:
+        return _PURE[name]
+    if text.startswith("bar.sync"):
+        return lambda m, a: m.wait("barrier")
+    if text.startswith("bar.warp.sync"):
+        return lambda m, a: m.wait("warp")
+    if text.startswith("barrier.cluster.arrive"):
+        assert "barrier.cluster.wait" in text
+        return lambda m, a: m.wait("cluster")
+    if text.startswith("ld.shared::cluster"):
+        kind = ir.DoubleType() if ".f64" in text else ir.FloatType()
+        lanes = (re.findall(r"\.v(\d)", text) or ["1"])[0]
+        whole = kind if lanes == "1" else ir.VectorType(kind, int(lanes))
+        of_raw = decoder(whole)
+        return lambda m, a: of_raw(m.of_cluster(whole, a[0]))
+    if text.startswith("cp.async.commit_group"):
+        return Machine.commit
+    if text.startswith("cp.async.wait_group"):
+        return lambda m, a: m.wait_for_groups(int(numbers[-1]))
+    if text.startswith("cp.async"):
+        size = int(re.findall(r"\], (\d+)", text)[0])
+        return lambda m, a: m.copy(size, a)
+    if text.startswith("ldmatrix"):
+        what = "ldmatrix.trans" if ".trans" in text else "ldmatrix"
+        return lambda m, a: m.wait(what, a[0])
+    if text.startswith("ld.global.nc.v4"):
+        of_words = decoder(ir.VectorType(I32, 4))
+        return lambda m, a: of_words(m.read("global", a[0], 16))
+    if text.startswith("st.global.v4"):
+        words = encoder(ir.VectorType(I32, 4))
+        return lambda m, a: m.write("global", a[0], words(a[1:]))
+    if text.startswith("mma"):
+        return lambda m, a: m.wait(name, a)
+    raise NotImplementedError(text)
+
+
+_PURE: dict[str, Callable[[Machine, list[Any]], Any]] = {
+    "add.s64": lambda m, a: signed(a[0] + a[1], 64),
+    "div.u32": lambda m, a: int(a[0]) // int(a[1]),
+    "min.s32": lambda m, a: min(a[0], a[1]),
+    "max.s32": lambda m, a: max(a[0], a[1]),
+    "mov.b32": lambda m, a: a[0],
+    "cvta.to.shared.u64": lambda m, a: a[0],
+    "cvt.rn.bf16.f32": lambda m, a: int(np.float32(a[0]).astype(ml_dtypes.bfloat16).view("i2")),
+    "mapa.shared::cluster.u32": lambda m, a: a[1] << 24 | a[0],  # the window of a rank
+}
 
 
 def _mma_double(text: str, values: list[Any]) -> list[Any]:

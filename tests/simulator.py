@@ -20,7 +20,10 @@ class Turns(kernel.BlockThread):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.turn, self.back = threading.Semaphore(0), threading.Semaphore(0)
+        # (a lock is released by the other thread: a semaphore's code would be Python's)
+        self.turn, self.back = threading.Lock(), threading.Lock()
+        self.turn.acquire()
+        self.back.acquire()
         self.ended = False
 
     def run(self) -> None:

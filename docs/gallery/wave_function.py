@@ -93,7 +93,7 @@ def adam(p, g, mean, square, rate):
 
 theta = start.copy()
 mean, square = np.zeros_like(theta), np.zeros_like(theta)
-STEPS, variances = 700, []
+STEPS, variances = 500, []
 began = time.perf_counter()
 for i in range(STEPS):
     variance, gradient = variance_and_gradient(theta, drawn(400))
@@ -180,7 +180,7 @@ except ImportError:
 times = {name: [] for name in ways}
 for run in ways.values():
     np.testing.assert_allclose(run(theta), ways["numfuse"](theta), rtol=1e-6, atol=1e-7)
-for _ in range(15):
+for _ in range(5):
     for name, run in ways.items():
         at = time.perf_counter()
         run(theta)

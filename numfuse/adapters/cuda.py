@@ -12,6 +12,7 @@ a capture may forbid.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,40 +92,29 @@ def checked(
     return (signature := SIGNATURES[operation.name]), signature.checked(x)
 
 
-def _arguments(operation: FusedOperation, *call: Any) -> tuple[FusedSignature, dict[str, Any]]:
-    signature = FusedSignature(operation)
-    return signature, signature.arguments(*call[:-1])
+def _called(made: Callable[[Any], FusedSignature | JetSignature]) -> Callable[..., Any]:
+    """Return what is called as :meth:`Operation.other` is, by the signature of an operation."""
 
-
-def fused(
-    operation: FusedOperation,
-    operands: tuple[Any, ...],
-    activation: Any,
-    flags: tuple[bool | str, ...],
-    needs: Any,
-    out: Any,
-    backend: Any,
-) -> Any:
-    """Return the result of a fused operation, called as :meth:`Operation.other` is."""
-    return run(operation, operands, activation, flags, needs, out, backend, _arguments)
-
-
-def jet(
-    operation: JetOperation,
-    operands: tuple[Any, ...],
-    activation: Any,
-    flags: tuple[Any, ...],
-    needs: Any,
-    out: Any,
-    backend: Any,
-) -> Any:
-    """Return the result of a layer's jet, called as :meth:`Operation.other` is."""
-
-    def arguments(operation: JetOperation, *call: Any) -> tuple[JetSignature, dict[str, Any]]:
-        signature = JetSignature(operation)
+    def arguments(operation: Any, *call: Any) -> tuple[Any, dict[str, Any]]:
+        signature = made(operation)
         return signature, signature.arguments(*call[:-1])
 
-    return run(operation, operands, activation, flags, needs, out, backend, arguments)
+    def called(
+        operation: FusedOperation | JetOperation,
+        operands: tuple[Any, ...],
+        activation: Any,
+        flags: tuple[Any, ...],
+        needs: Any,
+        out: Any,
+        backend: Any,
+    ) -> Any:
+        return run(operation, operands, activation, flags, needs, out, backend, arguments)
+
+    return called
+
+
+#: A fused operation, and a layer's jet.
+fused, jet = _called(FusedSignature), _called(JetSignature)
 
 
 def _put(x: ndarray, owner: Any) -> DeviceArray:

@@ -4,6 +4,7 @@
 - `shapes`: what shapes mean, how batches broadcast, and how axes merge
 - `fields`: the names of the arrays of each kind of problem
 - `results`: the named results, `needs=` and `out=`
+- `arrays`: a problem with its arrays by name, of whatever kind
 - `product`: the products, forward and backward
 - `forms`: the form of a call of an epilogue, and the formulas and products of its derivatives
 - `fused`: the problems of epilogues of products and operands

@@ -18,6 +18,7 @@ from numpy import ndarray
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import Curve
 from numfuse.language.graph import topological
+from numfuse.problem.arrays import ArraysByName
 from numfuse.problem.forms import Factor, Form, derived, products_of, sums_of
 from numfuse.problem.operands import (
     array_of,
@@ -32,7 +33,7 @@ from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, merge_axes, res
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class FusedProblem:
+class FusedProblem(ArraysByName):
     """An epilogue of sums of products and of operands, and the products that follow it.
 
     Arrays are (..., rows, columns), with batch axes of their own that broadcast to `batch`: factors
@@ -66,11 +67,6 @@ class FusedProblem:
     #: The sums that the form of the call has, those that this call does without included.
     width: int = 0
 
-    def __getattr__(self, name: str) -> ndarray | None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.arrays.get(name)
-
     @property
     def results(self) -> tuple[str, ...]:
         """Return the names of all arrays that are written."""
@@ -82,18 +78,6 @@ class FusedProblem:
         nodes = topological(self.epilogue.graphs)
         slopes = any(isinstance(e.payload, Curve) and e.payload.order for e in nodes)
         return not slopes or any(e.op == "finite" for e in nodes)
-
-    @property
-    def shape(self) -> Shape:
-        """Return the shape over which the epilogue runs."""
-        return (*self.batch, self.m, self.n)
-
-    def without_terms(self) -> list[str] | None:
-        """Return the results that are zero, if nothing else is to be computed; else None."""
-        names = (*self.stored, *self.summed, *self.products, *self.zeroed)
-        if names and self.m and self.n and 0 not in self.batch:
-            return None
-        return [name for name in names if self.arrays[name].size]
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -11,7 +11,13 @@ from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.operands import checked, output, shaped
-from numfuse.problem.results import GATED_NEEDS, GATED_SECOND_NEEDS, Tangent, made_gradients
+from numfuse.problem.results import (
+    GATED_NEEDS,
+    GATED_SECOND_NEEDS,
+    Tangent,
+    check_needs,
+    made_gradients,
+)
 
 #: What forward mode calls its tangents, by the names of their formula.
 _LABELS = {"a_dot": "u", "b_dot": "v"}
@@ -85,9 +91,10 @@ def gated_backward(
     out: Any = None,
 ) -> FusedProblem:
     """The problem of `activation_mul_bwd`; see there for what is accepted and raised."""
+    needs = GATED_NEEDS if needs is None else check_needs(needs, GATED_NEEDS)
     # (the derivative by a is one higher, which the table may lack)
-    names = ("b",) if needs is not None and tuple(needs) == ("b",) else ()
-    gate = _Gate("gated_backward", activation, guard, *names, grad=grad, a=a, b=b)
+    names = "".join([name for name in GATED_NEEDS if name in needs])
+    gate = _Gate("gated_backward", activation, guard, names, grad=grad, a=a, b=b)
     return gate.gradients(GATED_NEEDS, needs, out)
 
 

@@ -52,6 +52,7 @@ from numfuse.epilogues import (
 )
 from numfuse.language.curves import leaf
 from numfuse.language.graph import Expr
+from numfuse.problem.arrays import ArraysByName
 from numfuse.problem.forms import Form
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.operands import array_of, as_plain, checked, output, same_dtype, shaped
@@ -72,7 +73,12 @@ MEMBERS = {
 }
 #: The arrays without a row for each point.
 SHARED = frozenset(("b", "bias", "weights", "d_b", "d_bias"))
-_LEFT, _RIGHT = ("a", "a_dot", "a_ddot"), ("b", "bias")
+_RIGHT = ("b", "bias")
+#: The names of a point's members, by turns: left operands, sums, kept sums, results, cotangents and
+#: gradients by the sums.
+LEFT, SUMS = ("a", "a_dot", "a_ddot"), ("z", "z_dot", "z_ddot")
+KEPT, OUTS = ("pre", "pre_dot", "pre_ddot"), ("out", "out_dot", "out_ddot")
+GRADS, Q = ("grad", "grad_dot", "grad_ddot"), ("d_z", "d_z_dot", "d_z_ddot")
 
 
 class Stack(NamedTuple):
@@ -93,7 +99,7 @@ class Stack(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class JetProblem:
+class JetProblem(ArraysByName):
     """A layer's jet, or its backward; or those of a formula of one product.
 
     Arrays are (..., rows, columns) with batch axes that broadcast to `batch`, those of `MEMBERS`
@@ -126,20 +132,10 @@ class JetProblem:
     #: The operands of a formula, which has no bias: (..., M or 1, N or 1).
     operands: tuple[str, ...] = ()
 
-    def __getattr__(self, name: str) -> ndarray | None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.arrays.get(name)
-
     @property
     def members(self) -> int:
         """Return the rows of a point."""
         return 1 + self.directions + self.seconds * self.moved
-
-    @property
-    def shape(self) -> Shape:
-        """Return the shape of a result's member."""
-        return (*self.batch, self.m, self.n)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -171,12 +167,6 @@ class JetProblem:
         epilogue = Epilogue("sums", (), tuple(arrays)[1::2], tuple(results), ties)
         head = self.activation, self.m, self.n, 0, self.batch, self.dtype, self.acc_dtype, arrays
         return FusedProblem(*head, {}, epilogue, tuple(stored), tuple(summed), {}, (), {}, None)
-
-    def without_terms(self) -> list[str] | None:
-        """Return the results that are zero, if nothing else is to be computed; else None."""
-        if self.results and self.m and self.n and 0 not in self.batch:
-            return None
-        return [name for name in self.results if self.arrays[name].size]
 
 
 def make(
@@ -306,7 +296,7 @@ def _promoted(
         shape = (*sizes.visible[:-1], members, sizes.n)
         return _as_rows(shaped(x, name, shape, "the shape"))
     own = (counts[MEMBERS[name]],) if name in MEMBERS else ()
-    if name in _LEFT:
+    if name in LEFT:
         what = f"the shape ({'D' if name == 'a_dot' else 'S'}, *a.shape) ="
         return _as_matrix("a", shaped(x, name, own + a, what), sizes)
     what = (

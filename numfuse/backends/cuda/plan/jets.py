@@ -22,18 +22,11 @@ from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
-from numfuse.problem.jets import MEMBERS
+from numfuse.problem.jets import GRADS, KEPT, LEFT, MEMBERS, OUTS, SUMS, Q
 from numfuse.problem.operands import format_of
 
 if TYPE_CHECKING:
     from numfuse.problem.jets import JetProblem
-
-_LEFT = ("a", "a_dot", "a_ddot")
-_SUMS = ("z", "z_dot", "z_ddot")
-_KEPT = ("pre", "pre_dot", "pre_ddot")
-_GRADS = ("grad", "grad_dot", "grad_ddot")
-_OUTS = ("out", "out_dot", "out_ddot")
-_Q = ("d_z", "d_z_dot", "d_z_ddot")
 
 
 def jet(rec: Recorder, p: JetProblem, bind: Bind) -> None:
@@ -109,12 +102,12 @@ def _sums(rec: Recorder, p: JetProblem, bind: Bind, kept: bool = False) -> dict[
         whole = bind("pre") if kept else _stack(rec, p, p.n, acc)
         x, out = _tall(bind("a"), p.members, p.k), _tall(whole, p.members, p.n)
         batches.product(rec, x, b, p.batch, out, acc)
-        return _members(p, whole, _SUMS, p.n, p.members)
+        return _members(p, whole, SUMS, p.n, p.members)
     if kept:
-        found = {z: bind(x) for z, x in zip(_SUMS, _KEPT, strict=True) if x in p.arrays}
+        found = {z: bind(x) for z, x in zip(SUMS, KEPT, strict=True) if x in p.arrays}
     else:
-        found = _members(p, _stack(rec, p, p.n, acc), _SUMS, p.n, p.members)
-    for name, z in zip(_LEFT, _SUMS, strict=True):
+        found = _members(p, _stack(rec, p, p.n, acc), SUMS, p.n, p.members)
+    for name, z in zip(LEFT, SUMS, strict=True):
         if name in p.arrays and z in found and 0 not in found[z].shape:
             _product(rec, p, bind(name), b, found[z], name)
     return found
@@ -138,7 +131,7 @@ def _left(rec: Recorder, p: JetProblem, bind: Bind) -> View:
         return a
     pitch = tiling.pitch(p.k, a.itemsize)
     whole = rec.fresh((*a.shape[:-1], p.members * pitch), a.dtype)
-    for name, part in _members(p, whole, _LEFT, p.k, p.members).items():
+    for name, part in _members(p, whole, LEFT, p.k, p.members).items():
         if name in p.arrays and 0 not in part.shape:
             x = bind(name)
             if p.shared and name in MEMBERS:  # (each row again and again)
@@ -153,9 +146,9 @@ def _forward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
     kept = "pre" in p.arrays
     arrays = _sums(rec, p, bind, kept)
     if p.stacked:
-        written = _members(p, bind("out"), _OUTS, p.n, _all_members(p))
+        written = _members(p, bind("out"), OUTS, p.n, _all_members(p))
     else:
-        written = {name: bind(name) for name in _OUTS}
+        written = {name: bind(name) for name in OUTS}
     if kept and "bias" in p.arrays:
         written["pre"] = arrays["z"]
     _pass(rec, p, bind, arrays, written)
@@ -165,21 +158,21 @@ def _forward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
 def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
     acc = format_of(p.acc_dtype)
     if p.stacked:
-        arrays = _members(p, bind("grad"), _GRADS, p.n, _all_members(p))
+        arrays = _members(p, bind("grad"), GRADS, p.n, _all_members(p))
     else:
-        arrays = {name: bind(name) for name in _GRADS if name in p.arrays}
+        arrays = {name: bind(name) for name in GRADS if name in p.arrays}
     if "pre" in p.arrays and p.shared:
         arrays |= {"z": bind("pre"), "z_dot": _row_sums(rec, p, bind)}
     elif "pre" in p.arrays and p.stacked:
-        arrays |= _members(p, bind("pre"), _SUMS, p.n, p.members)
+        arrays |= _members(p, bind("pre"), SUMS, p.n, p.members)
     elif "pre" in p.arrays:
-        arrays |= {z: bind(x) for z, x in zip(_SUMS, _KEPT, strict=True) if x in p.arrays}
-    elif any(name in _SUMS for part in p.jet for name in part.inputs):
+        arrays |= {z: bind(x) for z, x in zip(SUMS, KEPT, strict=True) if x in p.arrays}
+    elif any(name in SUMS for part in p.jet for name in part.inputs):
         arrays |= _sums(rec, p, bind)
     results, written = p.results, dict[str, View]()
     if any(name != "d_bias" and name not in p.slopes for name in results):
         q = _stack(rec, p, p.n, format_of(p.dtype))
-        written = _members(p, q, _Q, p.n, p.members)
+        written = _members(p, q, Q, p.n, p.members)
     wholes = {name: rec.fresh(p.shape, acc) for name in p.slopes}
     _pass(rec, p, bind, arrays, written | wholes, bind("d_bias"))
     if wholes:
@@ -194,7 +187,7 @@ def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
         out = _tall(bind("d_a"), p.members, p.k)
         batches.product(rec, _tall(q, p.members, p.n), bind("b").turned, p.batch, out, acc)
         return
-    for name, of in zip(_Q, _LEFT, strict=True):
+    for name, of in zip(Q, LEFT, strict=True):
         if f"d_{of}" in results and name in written:
             _product(rec, p, written[name], bind("b").turned, bind(f"d_{of}"), of)
 

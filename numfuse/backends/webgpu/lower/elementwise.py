@@ -17,6 +17,7 @@ from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.backends.webgpu.stores import Region, Store
 from numfuse.epilogues import Epilogue
+from numfuse.problem.arrays import ArraysByName
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import equal, merge_axes
 from numfuse.runtime.strided import walk
@@ -34,6 +35,17 @@ _ZERO = Formula.of(nothing, None).choose("out")
 def zero(store: Store, out: Region, accumulator: np.dtype[Any]) -> None:
     """Record out = 0."""
     elementwise(store, _ZERO, {}, {"out": out}, accumulator)
+
+
+def zeroed(store: Store, p: ArraysByName, outs: Mapping[str, tuple[Region, bool]]) -> bool:
+    """Record the zeros of a problem that has nothing else to compute; return whether it has not."""
+    empty = p.without_terms()
+    if empty is None:
+        return False
+    for name, (region, add) in outs.items():
+        if name in empty and not add:
+            zero(store, region, p.acc_dtype)
+    return True
 
 
 def elementwise(

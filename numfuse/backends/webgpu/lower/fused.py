@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from numfuse.backends.webgpu import tiling
-from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
+from numfuse.backends.webgpu.lower.elementwise import elementwise, zeroed
 from numfuse.backends.webgpu.lower.places import BINDINGS, Cut, Places, tile_of
 from numfuse.backends.webgpu.lower.products import group, launch, sum_of_products
 from numfuse.backends.webgpu.lower.sums import add_up, join, planes_of
@@ -38,11 +38,7 @@ _Outs: TypeAlias = Mapping[str, tuple[Region, bool]]
 
 def fused(store: Store, p: FusedProblem, outs: _Outs) -> None:
     """Record the epilogue of sums and operands, and what is made of its results."""
-    empty = p.without_terms()
-    if empty is not None:
-        for name, (region, add) in outs.items():
-            if name in empty and not add:
-                zero(store, region, p.acc_dtype)
+    if zeroed(store, p, outs):
         return
     if p.summed and prod(p.shape) == p.n >= 2 * tiling.LONG_ROW and not (p.sums or p.products):
         _long_row(store, p, outs)

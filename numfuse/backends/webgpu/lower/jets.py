@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from numfuse.backends.webgpu import tiling
-from numfuse.backends.webgpu.lower.elementwise import zero
+from numfuse.backends.webgpu.lower.elementwise import zeroed
 from numfuse.backends.webgpu.lower.places import BINDINGS, repeated
 from numfuse.backends.webgpu.lower.products import product
 from numfuse.backends.webgpu.lower.sums import add_up
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.jets import JetPass, Member, loop_of
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
-from numfuse.problem.jets import MEMBERS
+from numfuse.problem.jets import GRADS, KEPT, LEFT, MEMBERS, OUTS, SUMS, Q
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import merge_axes
 from numfuse.runtime.strided import contiguous, walk
@@ -33,18 +33,11 @@ if TYPE_CHECKING:
 
 #: Where to write each of the results, and whether it is added to what is there.
 _Outs: TypeAlias = Mapping[str, tuple[Region, bool]]
-_LEFT = ("a", "a_dot", "a_ddot")
-_SUMS = ("z", "z_dot", "z_ddot")
-_KEPT = ("pre", "pre_dot", "pre_ddot")
 
 
 def jet(store: Store, p: JetProblem, outs: _Outs) -> None:
     """Record a layer's jet, or its backward."""
-    empty = p.without_terms()
-    if empty is not None:
-        for name, (region, add) in outs.items():
-            if name in empty and not add:
-                zero(store, region, p.acc_dtype)
+    if zeroed(store, p, outs):
         return
     (_backward if p.backward else _forward)(store, p, outs)
 
@@ -103,12 +96,12 @@ def _sums(store: Store, p: JetProblem, kept: Mapping[str, Region]) -> dict[str, 
         whole = kept.get("pre") or fresh(store.device, shape, p.acc_dtype, "sums")
         x, out = _tall(store.source(p.arrays["a"]), p.members), _tall(whole, p.members)
         product(store, x, b, p.batch, {"out": out}, p.acc_dtype)
-        return _members(p, whole, _SUMS, p.n)
+        return _members(p, whole, SUMS, p.n)
     if kept:
-        found = {z: kept[x] for z, x in zip(_SUMS, _KEPT, strict=True) if x in kept}
+        found = {z: kept[x] for z, x in zip(SUMS, KEPT, strict=True) if x in kept}
     else:
-        found = _members(p, fresh(store.device, shape, p.acc_dtype, "sums"), _SUMS, p.n)
-    for name, z in zip(_LEFT, _SUMS, strict=True):
+        found = _members(p, fresh(store.device, shape, p.acc_dtype, "sums"), SUMS, p.n)
+    for name, z in zip(LEFT, SUMS, strict=True):
         if name in p.arrays and z in found and 0 not in found[z].shape:
             _product(store, p, store.source(p.arrays[name]), b, found[z], name)
     return found
@@ -126,11 +119,11 @@ def _row_sums(store: Store, p: JetProblem) -> Region:
 
 # --- forward ------------------------------------------------------------------------------------
 def _forward(store: Store, p: JetProblem, outs: _Outs) -> None:
-    kept = {name: outs[name][0] for name in _KEPT if name in outs}
+    kept = {name: outs[name][0] for name in KEPT if name in outs}
     arrays = _sums(store, p, kept)
     written = {name: x for name, (x, _) in outs.items() if name.startswith("out")}
     if p.stacked:
-        written = _members(p, written["out"], ("out", "out_dot", "out_ddot"), p.n)
+        written = _members(p, written["out"], OUTS, p.n)
     if kept and "bias" in p.arrays:
         written["pre"] = arrays["z"]
     _Pass(store, p, arrays, written).record()
@@ -138,24 +131,23 @@ def _forward(store: Store, p: JetProblem, outs: _Outs) -> None:
 
 # --- backward -----------------------------------------------------------------------------------
 def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
-    n, grads = p.n, ("grad", "grad_dot", "grad_ddot")
-    arrays = {x: store.source(p.arrays[x]) for x in (*grads, *_KEPT) if x in p.arrays}
+    n = p.n
+    arrays = {x: store.source(p.arrays[x]) for x in (*GRADS, *KEPT) if x in p.arrays}
     if p.stacked:
-        arrays |= _members(p, arrays["grad"], grads, n)
+        arrays |= _members(p, arrays["grad"], GRADS, n)
     if "pre" in arrays and p.shared:
         arrays |= {"z": arrays["pre"], "z_dot": _row_sums(store, p)}
     elif "pre" in arrays and p.stacked:
-        arrays |= _members(p, arrays["pre"], _SUMS, n)
+        arrays |= _members(p, arrays["pre"], SUMS, n)
     elif "pre" in arrays:
-        arrays |= {z: arrays[x] for z, x in zip(_SUMS, _KEPT, strict=True) if x in arrays}
-    elif any(name in _SUMS for part in p.jet for name in part.inputs):
+        arrays |= {z: arrays[x] for z, x in zip(SUMS, KEPT, strict=True) if x in arrays}
+    elif any(name in SUMS for part in p.jet for name in part.inputs):
         arrays |= _sums(store, p, {})
-    names = "d_z", "d_z_dot", "d_z_ddot"
     q, written = None, dict[str, Region]()
     if any(name != "d_bias" and name not in p.slopes for name in outs):
         shape = (*p.batch, p.m, p.members * n)
         q = fresh(store.device, shape, p.acc_dtype, "gradients of sums")
-        written = _members(p, q, names, n)
+        written = _members(p, q, Q, n)
     wholes = _wholes(store, p, outs)
     table = _Pass(store, p, arrays, written | wholes, "d_bias" in outs).record()
     for name, whole in wholes.items():
@@ -176,7 +168,7 @@ def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
         into = {"out": _tall(out, p.members)}
         product(store, tall, b.turned, p.batch, into, p.acc_dtype, add=add)
         return
-    for name, left in zip(names, _LEFT, strict=True):
+    for name, left in zip(Q, LEFT, strict=True):
         if f"d_{left}" in outs and name in written:
             out, add = outs[f"d_{left}"]
             _product(store, p, written[name], b.turned, out, left, add)
@@ -212,7 +204,7 @@ def _stack(store: Store, p: JetProblem) -> Region:
         return a
     shape = (*a.shape[:-1], p.members * p.k)
     made = fresh(store.device, shape, np.dtype(p.dtype), "a stack of left operands")
-    for name, part in _members(p, made, _LEFT, p.k).items():
+    for name, part in _members(p, made, LEFT, p.k).items():
         if name in p.arrays and 0 not in part.shape:
             x = store.source(p.arrays[name])
             if p.shared and name in MEMBERS:  # (each row again and again)
@@ -344,8 +336,8 @@ class _Pass:
         p, store = self.p, self.store
         shape = (*p.batch, p.m, p.members * p.n)
         whole = fresh(store.device, shape, p.acc_dtype, "saved sums")
-        parts = _members(p, whole, _SUMS, p.n)
-        for name in _SUMS:
+        parts = _members(p, whole, SUMS, p.n)
+        for name in SUMS:
             if name in arrays:
                 copy(store.commands, arrays[name], parts[name])
                 arrays[name] = parts[name]
