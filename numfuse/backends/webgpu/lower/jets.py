@@ -89,9 +89,9 @@ def _sums(store: Store, p: JetProblem, kept: Mapping[str, Region]) -> dict[str, 
     b = store.source(p.arrays["b"])
     shape = (*p.batch, p.m, p.members * p.n)
     if p.shared:
-        z = kept.get("pre") or fresh(store.device, (*p.batch, p.m, p.n), p.acc_dtype, "sums")
-        product(store, store.source(p.arrays["a"]), b, p.batch, {"out": z}, p.acc_dtype)
-        return {"z": z, "z_dot": _row_sums(store, p)}
+        value = kept.get("pre") or fresh(store.device, p.shape, p.acc_dtype, "sums")
+        product(store, store.source(p.arrays["a"]), b, p.batch, {"out": value}, p.acc_dtype)
+        return {"z": value, "z_dot": _row_sums(store, p)}
     if p.stacked:
         whole = kept.get("pre") or fresh(store.device, shape, p.acc_dtype, "sums")
         x, out = _tall(store.source(p.arrays["a"]), p.members), _tall(whole, p.members)
