@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from numfuse.backends import resolve
 from numfuse.functional import ActivationLike, BackendLike
 from numfuse.perceptron import Kept, Memory, Network
 from numfuse.problem.operands import array_of, output, same_dtype, shaped
@@ -104,6 +105,9 @@ def mlp_jet(
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet", x, weights, biases, *how)
     made, results = _outputs(net, out)
+    whole = None if keep else getattr(resolve(backend), "network_jet", None)
+    if whole is not None and whole(net, made):
+        return _stored(results, made)
     blocks = [slice(0, net.x.shape[-2])] if keep else net.blocks(2)
     memory = Memory(net, blocks[0].stop, keep, False)
     for rows in blocks:
@@ -112,11 +116,16 @@ def mlp_jet(
         kept = Kept(memory, inputs, sums)
     else:
         memory.slab.release()
+    found = _stored(results, made)
+    return (found, kept) if keep else found
+
+
+def _stored(results: Sequence[ndarray], made: Sequence[ndarray]) -> NetworkJet:
+    """Return the results, to which goes what was computed elsewhere."""
     for target, y in zip(results, made, strict=True):
         if target is not y:
             target[...] = y
-    found = NetworkJet(*results)
-    return (found, kept) if keep else found
+    return NetworkJet(*results)
 
 
 def _listed(given: Any) -> Any:
@@ -215,6 +224,10 @@ def mlp_jet_bwd(
             same_dtype({"x": x, name: y})
             y = y.astype(net.acc, copy=False)
         given.append(y)
+    whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
+    gradients = None if whole is None else whole(net, given, wanted)
+    if gradients is not None:
+        return _gradients(net, gradients[0], gradients[1], wanted)
     totals: list[list[Any]] = [[None, None] for _ in net.layers]
     points = net.x.shape[-2]
     d_x = np.zeros(net.x.shape, net.acc) if "x" in wanted else None
@@ -227,6 +240,13 @@ def mlp_jet_bwd(
         if d_x is not None and d_rows is not None:
             d_x[..., rows, :] = d_rows
     memory.slab.release()
+    return _gradients(net, d_x, totals, wanted)
+
+
+def _gradients(
+    net: Network, d_x: ndarray | None, totals: Sequence[Sequence[Any]], wanted: Sequence[str]
+) -> NetworkGradients:
+    """Return the gradients in the dtype of the operands; those that nothing adds to are zero."""
     made: list[list[Any]] = [[], []]
     for (w, bias, _), pair in zip(net.layers, totals, strict=True):
         for i, (of, name) in enumerate(((w, "weights"), (bias, "biases"))):
