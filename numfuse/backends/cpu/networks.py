@@ -142,7 +142,9 @@ class _Layout:
         packed, work, sums = _Places(), _Places(protocol.CONTEXT_BYTES), _Places()
         self.layers: list[dict[str, int]] = []
         whole = self.block * most
+        # Of a forward, all layers but the first share a place for sums.
         shared = work.take(widest * self.block) if not f.backward else 0
+        self.one = work.take(size)
         turns = [work.take(widest * self.block) for _ in range(2)]
         for i, x in enumerate(f.layers):
             in_step, step = self.steps[i : i + 2]
@@ -159,7 +161,9 @@ class _Layout:
             if f.backward:
                 words["L_INPUT"], words["L_Z"] = work.take(whole * in_step), work.take(whole * step)
             else:
-                words["L_INPUT"], words["L_Z"] = turns[i % 2], shared
+                # (nor does another layer's input lie where the first one's directions do)
+                words["L_INPUT"] = turns[i % 2] if i else work.take(whole * in_step)
+                words["L_Z"] = shared if i else work.take(whole * step)
             self.layers.append(words)
         for i, words in enumerate(self.layers):
             if i + 1 < len(self.layers):
@@ -262,7 +266,7 @@ def _cells(f: Form, at: _Layout, threads: int) -> Step:
         "N_POINTS": f.points, "N_BLOCK": at.block, "N_CELL": at.cell, "N_DIRECTIONS": f.directions,
         "N_SECONDS": f.seconds, "N_DIRECTION_STEP": steps[0], "N_SECOND_STEP": steps[1],
         "N_LAYERS": len(f.layers), "N_MADE": len(f.layers) - f.plain, "N_GRAD": at.turns[0],
-        "N_Q": at.turns[1], "N_SCRATCH": at.scratch, "N_PARTIAL": at.sums,
+        "N_Q": at.turns[1], "N_SCRATCH": at.scratch, "N_ONE": at.one, "N_PARTIAL": at.sums,
     }  # fmt: skip
     names = "x", "units", "table", "value", "direction", "second", "d_x"
     slots = {name.upper(): f.arrays.get(name) for name in names}

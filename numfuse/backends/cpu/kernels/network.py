@@ -78,18 +78,16 @@ def pack_cell(descriptor: int, cell: int, workspace: int) -> None:
 
 
 def take(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
-    """Copy a matrix of any strides to rows padded with zeros; of no source, zeros."""
+    """Copy a matrix of any strides to padded rows; of no source, zeros."""
     for i in range(rows):
         to = SUMS(target + i * step)
         if source == 0:
-            for j in range(step // SIZE):
+            for j in range(n):
                 to[j] = ZERO
         else:
             at = source + i * row
             for j in range(n):
                 to[j] = SUMS(at + j * column)[0]
-            for j in range(n, step // SIZE):
-                to[j] = ZERO
 
 
 def give(source: int, step: int, rows: int, n: int, target: int, row: int, column: int) -> None:
@@ -148,8 +146,13 @@ def call_rows(
     CALL_ROW(row, workspace, 0, 0, 0, elements)
 
 
-def forward_block(descriptor: int, workspace: int, first: int, points: int, layers: int) -> None:
-    """Pass a block through the first `layers` layers; each one's sums and results have a place."""
+def forward_block(
+    descriptor: int, workspace: int, first: int, points: int, layers: int, fresh: bool
+) -> None:
+    """Pass a block through the first `layers` layers; each one's sums and results have a place.
+
+    Directions are constants: only a `fresh` block, the first of so many points, needs their rows.
+    """
     d = WORDS(descriptor)
     layer = descriptor + 8 * N_LAYER
     w = WORDS(layer)
@@ -158,13 +161,13 @@ def forward_block(descriptor: int, workspace: int, first: int, points: int, laye
         d[SLOT_X] + first * d[SLOT_X + 1], d[SLOT_X + 1], d[SLOT_X + 2], points, w[L_K],
         stack, w[L_IN_STEP],
     )  # fmt: skip
-    for i in range(d[N_DIRECTIONS]):
+    for i in range(d[N_DIRECTIONS] if fresh else 0):
         stack += points * w[L_IN_STEP]
         TAKE(
             d[SLOT_UNITS] + i * d[SLOT_UNITS + 1], 0, d[SLOT_UNITS + 2], points, w[L_K],
             stack, w[L_IN_STEP],
         )  # fmt: skip
-    for _ in range(layers):
+    for i in range(layers):
         w = WORDS(layer)
         packed, stack, z = d[SLOT_PACKED], workspace + w[L_INPUT], workspace + w[L_Z]
         step, out_step = w[L_IN_STEP], w[L_STEP]
@@ -175,7 +178,7 @@ def forward_block(descriptor: int, workspace: int, first: int, points: int, laye
             w[L_ALONG], stack, step, points, w[L_K], packed + w[L_W], out_step, vectors,
             z, out_step, bias, 0,
         )  # fmt: skip
-        if moved > 0:
+        if moved > 0 and (i > 0 or fresh):
             CALL_PRODUCT(
                 w[L_ALONG], stack + points * step, step, moved, w[L_K], packed + w[L_W],
                 out_step, vectors, z + points * out_step, out_step, 0, 0,
@@ -197,7 +200,8 @@ def forward_cell(descriptor: int, cell: int, workspace: int) -> None:
     end = min(d[N_POINTS], start + d[N_CELL])
     for first in range(start, end, block):
         points = min(block, end - first)
-        FORWARD_BLOCK(descriptor, workspace, first, points, layers)
+        fresh = first == start or points < block
+        FORWARD_BLOCK(descriptor, workspace, first, points, layers, fresh)
         at, step, n = workspace + last[L_OUT], last[L_STEP], last[L_N]
         there = last[L_MEMBERS] if last[L_ROW] == 0 else 1 + d[N_DIRECTIONS] + d[N_SECONDS]
         for member in range(1 + d[N_DIRECTIONS] + d[N_SECONDS]):
@@ -207,18 +211,6 @@ def forward_cell(descriptor: int, cell: int, workspace: int) -> None:
                 row = d[SLOT_DIRECTION + 1] if member <= d[N_DIRECTIONS] else d[SLOT_SECOND + 1]
             source = at + member * points * step if member < there else 0
             GIVE(source, step, points, n, to, row, RESULTS_COLUMN(descriptor, member))
-
-
-def add_columns(source: int, step: int, rows: int, target: int, add: bool) -> None:
-    """``target = the sum of the rows``, plus what is there where `add`."""
-    sums = SUMS(target)
-    for j in range(0, step // SIZE):
-        if not add:
-            sums[j] = ZERO
-    for i in range(0, rows):
-        row = SUMS(source + i * step)
-        for j in range(step // SIZE):
-            sums[j] = sums[j] + row[j]
 
 
 def backward_block(
@@ -249,7 +241,11 @@ def backward_block(
             z = workspace + w[L_Z]
             CALL_ROWS(w[L_BACK], workspace, scratch, z, grad, q, elements)
         if w[L_D_BIAS] >= 0:
-            ADD_COLUMNS(slopes, step, points, partial + w[L_D_BIAS], add)
+            # the product of a row of ones, which is one 1
+            CALL_PRODUCT(
+                w[L_DOWN], workspace + d[N_ONE], 0, 1, points, slopes, step, step // VECTOR,
+                partial + w[L_D_BIAS], step, 0, add,
+            )  # fmt: skip
         if w[L_D_W] >= 0:
             CALL_PRODUCT(
                 w[L_DOWN], stack, in_step, w[L_K], points * w[L_MEMBERS], slopes, step,
@@ -277,9 +273,11 @@ def backward_cell(descriptor: int, cell: int, workspace: int) -> None:
     start = cell * d[N_CELL]
     end = min(d[N_POINTS], start + d[N_CELL])
     partial = d[SLOT_PARTIAL] + cell * d[N_PARTIAL]
+    SUMS(workspace + d[N_ONE])[0] = ONE
     for first in range(start, end, d[N_BLOCK]):
         points = min(d[N_BLOCK], end - first)
-        FORWARD_BLOCK(descriptor, workspace, first, points, d[N_MADE])
+        fresh = first == start or points < d[N_BLOCK]
+        FORWARD_BLOCK(descriptor, workspace, first, points, d[N_MADE], fresh)
         BACKWARD_BLOCK(descriptor, workspace, first, points, partial, first > start)
 
 
@@ -288,11 +286,13 @@ def backward_cell(descriptor: int, cell: int, workspace: int) -> None:
 def products(acc: str, down: bool) -> specialise.Kernel:
     """Return the product of small matrices; `down`: of the transpose of its left factor."""
     r = library.registers(acc)
+    # LLVM spills a register where all are taken: with 14 rows the speed is half of that with 13.
+    rows = r.mr - 1
     return specialise.kernel(
         product,
-        TILE=inplace.make_tile(acc, r.vector_bytes, r.mr, r.vectors, down),
+        TILE=inplace.make_tile(acc, r.vector_bytes, rows, r.vectors, down),
         DOWN=down,
-        MR=r.mr,
+        MR=rows,
         VECTORS=r.vectors,
         VECTOR=r.vector_bytes,
         SIZE=r.itemsize,
@@ -320,12 +320,13 @@ def cell(acc: str, name: str) -> specialise.Kernel:
         "VECTOR": r.vector_bytes,
         "SIZE": r.itemsize,
         "ZERO": library.zero(acc),
+        "ONE": library.zero(acc) + 1,
         "WORDS": intrinsics.make_elements("int64"),
         "SUMS": intrinsics.make_elements(acc),
         "CALL_ROW": intrinsics.make_call(5),
         "CALL_PRODUCT": intrinsics.make_call(11),
     }
-    steps = take, give, results_of, results_column, open_rows, call_rows, add_columns
+    steps = take, give, results_of, results_column, open_rows, call_rows
     for template in (*steps, forward_block, backward_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
     templates = {"pack": pack_cell, "forward": forward_cell, "backward": backward_cell}

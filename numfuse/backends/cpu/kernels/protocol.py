@@ -76,7 +76,7 @@ NETWORK = Schema(
     N_DIRECTION_STEP N_SECOND_STEP  # from member to member of the results
     N_LAYERS
     N_MADE  # layers that a backward makes again
-    N_GRAD N_Q N_SCRATCH  # places in the workspace
+    N_GRAD N_Q N_SCRATCH N_ONE  # places in the workspace
     N_PARTIAL  # bytes of a cell's sums
     P_W P_STEP P_TURNED P_TURNED_STEP P_BIAS  # of a layer that is packed: places, bytes of a row
     """,
