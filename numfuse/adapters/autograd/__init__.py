@@ -16,7 +16,7 @@ from autograd.extend import defjvp_argnums, defvjp_argnums
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval, isbox
 
-from numfuse import fusion, gated, networks
+from numfuse import fusion, gated, multilayer, networks
 from numfuse import jets as layers
 from numfuse.activations import get
 from numfuse.adapters import pieces
@@ -29,7 +29,7 @@ from numfuse.adapters.surface import NAMES, Functions
 from numfuse.operations import OPERATIONS
 from numfuse.runtime.dispatch import AGAIN
 
-_HOMES = fusion, gated, layers, networks
+_HOMES = fusion, gated, layers, networks, multilayer
 _FUSED = {name: getattr(home, name) for home in _HOMES for name in home.__all__}
 __all__ = [*NAMES, *_FUSED, "activation", "fused", "jet", "network", "synchronize", "to_numpy"]
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from numfuse.activations import Activation
 from numfuse.backends import Call
 from numfuse.backends.cpu import descriptors, host, tiling
 from numfuse.backends.cpu.kernels import groups, library, network, protocol
@@ -37,6 +36,7 @@ from numfuse.problem.operands import format_of
 from numfuse.runtime.specialise import Kernel
 
 if TYPE_CHECKING:
+    from numfuse.activations import Activation
     from numfuse.backends.cpu.face import CpuBackend
 
 #: The widest layers that go this way: their sums over K are one chain in every kernel, and two
@@ -316,7 +316,7 @@ def forward(backend: CpuBackend, net: Any, made: Sequence[ndarray]) -> bool:
     if not _run(backend, net, results, False):
         return False
     for y, rows in zip(made, results.values(), strict=True):
-        if not np.may_share_memory(y, rows):
+        if rows is not y and not np.may_share_memory(y, rows):
             y[...] = rows.reshape(y.shape)
     return True
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from numfuse.backends.cpu.kernels import groups, library, protocol
 from numfuse.backends.cpu.llvm import inplace, intrinsics
 from numfuse.runtime import specialise
@@ -320,7 +322,7 @@ def cell(acc: str, name: str) -> specialise.Kernel:
         "VECTOR": r.vector_bytes,
         "SIZE": r.itemsize,
         "ZERO": library.zero(acc),
-        "ONE": library.zero(acc) + 1,
+        "ONE": np.dtype(acc).type(1),
         "WORDS": intrinsics.make_elements("int64"),
         "SUMS": intrinsics.make_elements(acc),
         "CALL_ROW": intrinsics.make_call(5),
