@@ -67,7 +67,7 @@ def mlp(
 
     Notes
     -----
-    On the CPU a network whose layers are at most 128 wide is one launch, in which blocks of points
+    On the CPU a network whose layers are at most 256 wide is one launch, in which blocks of points
     pass all layers in the caches of a core. Else the layers are calls of
     :func:`matmul_bias_activation`: of NumPy's half types in float32, and rounded once; of other
     arrays in their own dtype.

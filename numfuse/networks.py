@@ -86,7 +86,7 @@ def mlp_jet(
     PyTorch's tensors on the CPU, JAX's arrays and autograd's boxes are differentiated through;
     `out` must be None for them.
 
-    On the CPU a network whose layers are at most 128 wide is one launch: blocks of points pass all
+    On the CPU a network whose layers are at most 256 wide is one launch: blocks of points pass all
     layers in the caches of a core. Its backward makes the blocks again, which takes a third of the
     time that keeping and reading them would: `keep` keeps nothing there. Other networks go layer by
     layer; without `keep` their points go by blocks, and 8 MiB are held between layers.

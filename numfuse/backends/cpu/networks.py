@@ -39,13 +39,16 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.backends.cpu.face import CpuBackend
 
-#: The widest layers that go this way: their sums over K are one chain in every kernel, and two
-#: layers' weights stay in level 2 beside the stacks.
-WIDEST = 128
-#: Bytes of a stack, of which level 1 holds one; bytes of all stacks of a block; and points of one.
-STACK_BYTES, BLOCK_BYTES, FEWEST, MOST = 32 << 10, 512 << 10, 8, 256
-#: Cells, at the most: each has sums of its own of all gradients.
-CELLS = 32
+#: The widest layers that go this way: sums over K are one chain, as in every other kernel.
+WIDEST = tiling.CHAIN
+#: Bytes of a stack, of which level 1 holds one, and of all stacks of a block.
+STACK_BYTES, BLOCK_BYTES = 32 << 10, 512 << 10
+#: Rows of a stack, at the most: so many products are one chain of sums in the gradients of weights.
+ROWS = tiling.CHAIN
+#: Points of a block in multiples of this, where there are as many.
+POINTS = 8
+#: Cells, at the most, and bytes of the sums of gradients that each has: beyond, fewer cells.
+MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
 #: Arrays that a program can name.
 _ARRAYS = protocol.NUMBERS
 
@@ -134,10 +137,11 @@ class _Layout:
         most = 1 + f.directions + f.seconds
         widest = max(self.steps) * most
         every = sum(self.steps) * most * 2 + 2 * widest
-        points = min(STACK_BYTES // widest, BLOCK_BYTES // every) // FEWEST * FEWEST
-        self.block = max(FEWEST, min(MOST, points))
-        blocks = -(-f.points // self.block)
-        self.cell = self.block * -(-blocks // CELLS)
+        points = max(1, min(STACK_BYTES // widest, BLOCK_BYTES // every, ROWS // most))
+        self.block = points // POINTS * POINTS or points
+        weights = sum(x.k * step for x, step in zip(f.layers, self.steps[1:], strict=True))
+        most_cells = max(FEWEST_CELLS, min(MOST_CELLS, SUMS_BYTES // weights))
+        self.cell = self.block * -(-f.points // (self.block * most_cells))
         self.cells = -(-f.points // self.cell)
         packed, work, sums = _Places(), _Places(protocol.CONTEXT_BYTES), _Places()
         self.layers: list[dict[str, int]] = []
