@@ -64,6 +64,37 @@ def test_a_network_is_one_launch(launches, sizes):
     assert [len(program.sequences) for program in launches] == [1] * 4
 
 
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("batch", [(3,), (2, 2)])
+def test_a_batch_of_networks_is_one_launch_and_each_has_its_own_bits(launches, batch, apart):
+    sizes, points = (2, 17, 9, 3), 120
+    count = int(np.prod(batch))
+    each = [network(sizes, points, np.float64, seed) for seed in range(count)]
+    if not apart:
+        each = [(each[0][0], w, b) for _, w, b in each]
+    x = np.stack([y for y, _, _ in each]).reshape(*batch, points, 2) if apart else each[0][0]
+    weights, biases = (
+        [
+            np.stack(group).reshape(*batch, -1, group[0].shape[-1])
+            for group in zip(*groups, strict=False)
+        ]
+        for groups in ([w for _, w, _ in each], [b for _, _, b in each])
+    )
+    whole = results(x, weights, biases)
+    assert [len(program.sequences) for program in launches] == [1] * 4
+    alone = [results(*one) for one in each]
+    gradients = {4, 5 + 2 * (len(sizes) - 1)}  # of x
+    for i, y in enumerate(whole):
+        parts = [one[i] for one in alone]
+        if i in gradients and not apart:
+            np.testing.assert_allclose(y, sum(parts), rtol=1e-12, atol=1e-12)
+            continue
+        members = i in (2, 3)  # directions and second derivatives come first
+        shape = (*y.shape[:members], count, *y.shape[members + len(batch) :])
+        for part, own in zip(parts, np.moveaxis(y.reshape(shape), int(members), 0), strict=True):
+            assert (bits(own).ravel() == bits(part).ravel()).all(), i
+
+
 CODE = """
 import hashlib, itertools, sys
 sys.path[:0] = {path!r}

@@ -12,7 +12,7 @@ import numpy as np
 
 from numfuse import epilogues
 from numfuse.backends import OneRun, Traits
-from numfuse.backends.cpu import fused, host, jets, layers, networks, tiling
+from numfuse.backends.cpu import fused, host, jets, layers, network_calls, tiling
 from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
@@ -42,8 +42,8 @@ class CpuBackend(OneRun):
 
     name = "cpu"
     jet = partialmethod(OneRun._run, "jet")
-    network_jet = networks.forward
-    network_jet_bwd = networks.backward
+    network_jet = network_calls.forward
+    network_jet_bwd = network_calls.backward
 
     def __init__(self) -> None:
         self.replay: Replay[Any] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)

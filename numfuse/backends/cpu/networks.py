@@ -10,23 +10,20 @@ bit depends on threads.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call
 from numfuse.backends.cpu import descriptors, host, tiling
 from numfuse.backends.cpu.kernels import groups, library, network, protocol
-from numfuse.backends.cpu.launch import threads
 from numfuse.backends.cpu.launch.sequence import (
     Operand,
     Plan,
     Program,
     Step,
-    formulas_of,
     program,
     temporary,
 )
@@ -37,7 +34,6 @@ from numfuse.runtime.specialise import Kernel
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
-    from numfuse.backends.cpu.face import CpuBackend
 
 #: The widest layers that go this way: sums over K are one chain, as in every other kernel.
 WIDEST = tiling.CHAIN
@@ -49,6 +45,8 @@ ROWS = tiling.CHAIN
 POINTS = 8
 #: Cells, at the most, and bytes of the sums of gradients that each has: beyond, fewer cells.
 MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
+#: The results that have an axis of members.
+SEVERAL = "direction", "second"
 #: Arrays that a program can name.
 _ARRAYS = protocol.NUMBERS
 
@@ -58,7 +56,6 @@ class Layer(NamedTuple):
 
     k: int
     n: int
-    bias: bool
     activation: Activation
     w: Operand
     b: Operand | None
@@ -68,13 +65,16 @@ class Form(NamedTuple):
     """A network's call: what a program is made of."""
 
     points: int
+    #: How many networks there are, in a batch.
+    networks: int
     directions: int
     seconds: int
     pattern: bytes
     guard: bool
     acc: str
     layers: tuple[Layer, ...]
-    #: x, directions, weights of second derivatives, results or cotangents, and gradients.
+    #: x, directions, weights of second derivatives, results or cotangents, weights, biases and
+    #: gradients, each with an axis of networks before its rows where it has one for each.
     arrays: Mapping[str, Operand]
     backward: bool
 
@@ -88,15 +88,14 @@ class Form(NamedTuple):
         return 1 + self.directions + (self.seconds if layer else 0)
 
 
-def form_of(net: Any, arrays: Mapping[str, ndarray | None], backward: bool) -> Form | None:
+def form_of(
+    net: Any, arrays: Mapping[str, ndarray | None], networks: int, backward: bool
+) -> Form | None:
     """Return the form of a call whose arrays are these; None where it is not for this way."""
     acc = format_of(net.acc)
     widths = [net.x.shape[-1], *(w.shape[-1] for w, _, _ in net.layers)]
-    if max(widths) > WIDEST or 0 in widths or not prod(net.x.shape[:-1]):
-        return None
-    if any(w.ndim > 2 or (b is not None and b.ndim > 1) for w, b, _ in net.layers):
-        return None
-    if len(arrays) > _ARRAYS:
+    empty = 0 in widths or not prod(net.x.shape[:-1]) or not networks
+    if empty or max(widths) > WIDEST or len(arrays) > _ARRAYS:
         return None
     found = {
         name: Operand(name, x.shape, x.strides, acc, x.itemsize)
@@ -104,11 +103,11 @@ def form_of(net: Any, arrays: Mapping[str, ndarray | None], backward: bool) -> F
         if x is not None
     }
     layers = [
-        Layer(w.shape[0], w.shape[1], b is not None, f, found[f"w{i}"], found.get(f"b{i}"))
-        for i, (w, b, f) in enumerate(net.layers)
+        Layer(w.shape[-2], w.shape[-1], f, found[f"w{i}"], found.get(f"b{i}"))
+        for i, (w, _, f) in enumerate(net.layers)
     ]
     how = net.directions, net.seconds, net.pattern, net.guard, acc, tuple(layers)
-    return Form(found["x"].shape[0], *how, found, backward)
+    return Form(found["x"].shape[-2], networks, *how, found, backward)
 
 
 # --- places -------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ class _Layout:
                 "L_IN_STEP": in_step, "L_STEP": step,
                 "L_W": packed.take(x.k * step),
                 "L_TURNED": packed.take(x.n * in_step) if turned else -1,
-                "L_BIAS": packed.take(step) if x.bias else -1,
+                "L_BIAS": packed.take(step) if x.b else -1,
                 "L_D_W": sums.take(x.k * step) if f"d_w{i}" in f.arrays else -1,
                 "L_D_BIAS": sums.take(step) if f"d_b{i}" in f.arrays else -1,
             }  # fmt: skip
@@ -176,6 +175,7 @@ class _Layout:
                 words["L_OUT"] = turns[1 - i % 2]
         self.turns, self.packed = turns, packed.end
         self.sums = tiling.round_up(sums.end, PAGE) + tiling.LINE
+        self.own = work.take(8 * (protocol.N_LAYER + len(f.layers) * len(protocol.LAYER)))
         self.scratch = work.end
         if max(f.directions, f.seconds) > groups.UNROLLED:
             held = groups.scratch_rows(f.directions, f.seconds) - most
@@ -203,11 +203,13 @@ def _row(f: Form, layer: int, backward: bool) -> Kernel:
 
 # --- plans --------------------------------------------------------------------------------------
 def _plan(
-    f: Form, cell: Kernel, cells: int, work: int, threads: int, slots: Mapping[str, Operand | None],
-    words: Sequence[int], head: Mapping[str, int], kernels: Sequence[Kernel] = (),
+    at: _Layout, cell: Kernel, cells: int, threads: int, slots: Mapping[str, Operand | None],
+    words: Mapping[str, int], layers: Sequence[int] = (), kernels: Sequence[Kernel] = (),
+    **head: int,
 ) -> Plan:  # fmt: skip
     """Return a plan of cells of `kernels.network`."""
     named, places, own = 0, list[tuple[int, str]](), [0] * (3 * len(protocol.NETWORK_SLOTS))
+    batch = [0] * len(protocol.NETWORK_SLOTS)
     for name, x in slots.items():
         if x is None:
             continue
@@ -215,12 +217,17 @@ def _plan(
         places.append((protocol.D_SLOTS + 3 * slot, x.name))
         named |= 4 << slot
         own[3 * slot + 1 : 3 * slot + 3] = x.strides[-2:]
+        if len(x.shape) == 3 + (x.name in SEVERAL):
+            batch[slot] = x.strides[-3]
     given = {"D_NAMED": named, "D_SLOT_COUNT": len(protocol.NETWORK_SLOTS), **head}
-    descriptor = array("q", [*protocol.DESCRIPTOR.words(given), *own, *words])
+    descriptor = array("q", [*protocol.DESCRIPTOR.words(given), *own])
+    length = protocol.N_LAYER + len(layers)
+    every = {**words, "N_OWN": at.own, "N_WORDS": length, "N_CELLS": at.cells}
+    descriptor.extend([*protocol.NETWORK.words(every)[:-1], *batch, *layers])
     label = f"{cell.label} + {kernels[0].label}" if kernels else cell.label
     call = Call("cpu", host.name(), host.vector_name(), label, None)
-    every = cell, *kernels
-    return Plan(cell.address, descriptor, tuple(places), cells, work, threads, call, every)
+    used = cell, *kernels
+    return Plan(cell.address, descriptor, tuple(places), cells, at.work, threads, call, used)
 
 
 def _packing(f: Form, at: _Layout) -> Iterator[Step]:
@@ -230,18 +237,16 @@ def _packing(f: Form, at: _Layout) -> Iterator[Step]:
             "P_W": words["L_W"], "P_STEP": words["L_STEP"], "P_BIAS": words["L_BIAS"],
             "P_TURNED": words["L_TURNED"], "P_TURNED_STEP": words["L_IN_STEP"],
         }  # fmt: skip
-        bias = x.b and x.b._replace(strides=(0, *x.b.strides))
-        slots = {"PACKED": packed, "W": x.w, "BIAS": bias}
-        head = {"D_K": x.k, "D_N": x.n}
-        yield _plan(f, cell, 1, PAGE, 1, slots, protocol.NETWORK.words(own), head), {}
+        slots = {"PACKED": packed, "W": x.w, "BIAS": x.b}
+        yield _plan(at, cell, f.networks, 1, slots, own, D_K=x.k, D_N=x.n), {}
 
 
 def _packed(at: _Layout, acc: str) -> Operand:
-    return temporary("packed", (1, at.packed // at.r.itemsize), acc)
+    return temporary("packed", (at.f.networks, 1, at.packed // at.r.itemsize), acc)
 
 
 def _partials(at: _Layout, acc: str) -> Operand:
-    return temporary("partials", (at.cells, at.sums // at.r.itemsize), acc)
+    return temporary("partials", (at.f.networks, at.cells, at.sums // at.r.itemsize), acc)
 
 
 def _cells(f: Form, at: _Layout, threads: int) -> Step:
@@ -278,8 +283,8 @@ def _cells(f: Form, at: _Layout, threads: int) -> Step:
     if f.backward:
         slots["PARTIAL"] = _partials(at, f.acc)
     cell = network.cell(f.acc, "backward" if f.backward else "forward")
-    every = [*protocol.NETWORK.words(head), *words]
-    return _plan(f, cell, at.cells, at.work, threads, slots, every, {}, tuple(kernels)), {}
+    count = f.networks * at.cells
+    return _plan(at, cell, count, threads, slots, head, words, tuple(kernels)), {}
 
 
 def _joins(f: Form, at: _Layout, threads: int) -> Iterator[Step]:
@@ -290,13 +295,18 @@ def _joins(f: Form, at: _Layout, threads: int) -> Iterator[Step]:
             out, step = f.arrays.get(name), words["L_STEP"]
             if out is None:
                 continue
-            columns = x.n
-            if step == x.n * size:
+            columns, row = x.n, x.n * size
+            if step == row:
                 rows, columns = 1, rows * x.n
-            shape, strides = (rows, at.cells, columns), (step, at.sums, size)
+            # Of a gradient that all networks share, their cells are one another's.
+            each = f.networks if len(out.shape) > 2 else 1
+            cells = f.networks // each * at.cells
+            shape, strides = (each, rows, cells, columns), (at.cells * at.sums, step, at.sums, size)
             sums = Operand("partials", shape, strides, f.acc, size)
-            row = columns * size
-            out = out._replace(shape=(rows, 1, columns), strides=(row, row, size))
+            whole = rows * columns * size
+            out = out._replace(
+                shape=(each, rows, 1, columns), strides=(whole, columns * size, size, size)
+            )
             plan = descriptors.join(cell, sums, threads, out)
             if plan is not None:
                 yield plan, {"partials": words[place]}
@@ -311,83 +321,3 @@ def record(f: Form, names: Sequence[str], threads: int) -> Program:
         phases.append([*_joins(f, at, threads)])
         own.append(_partials(at, f.acc))
     return program(names, [phases], own)
-
-
-# --- calls --------------------------------------------------------------------------------------
-def forward(backend: CpuBackend, net: Any, made: Sequence[ndarray]) -> bool:
-    """Write a network's jet to three arrays; False where it does not go this way."""
-    results = dict(zip(_RESULTS, [_rows_of(y, i > 0) for i, y in enumerate(made)], strict=True))
-    if not _run(backend, net, results, False):
-        return False
-    for y, rows in zip(made, results.values(), strict=True):
-        if rows is not y and not np.may_share_memory(y, rows):
-            y[...] = rows.reshape(y.shape)
-    return True
-
-
-def backward(
-    backend: CpuBackend, net: Any, given: Sequence[ndarray | None], needs: Collection[str]
-) -> tuple[ndarray | None, list[list[ndarray | None]]] | None:
-    """Return d_x, and of each layer d_w and d_bias; None where it does not go this way."""
-    arrays: dict[str, ndarray | None] = {}
-    for i, (name, y) in enumerate(zip(_RESULTS, given, strict=True)):
-        arrays[name] = None if y is None else _rows_of(y, i > 0)
-    d_x = np.empty(net.x.shape, net.acc) if "x" in needs else None
-    arrays["d_x"] = None if d_x is None else _rows_of(d_x, False)
-    pairs: list[list[ndarray | None]] = []
-    for i, (w, bias, _) in enumerate(net.layers):
-        d_w = np.empty(w.shape, net.acc) if "weights" in needs else None
-        biased = "biases" in needs and bias is not None
-        d_bias = np.empty(bias.shape, net.acc) if biased else None
-        arrays[f"d_w{i}"], arrays[f"d_b{i}"] = d_w, d_bias
-        pairs.append([d_w, d_bias])
-    return (d_x, pairs) if _run(backend, net, arrays, True) else None
-
-
-_RESULTS = "value", "direction", "second"
-
-
-def _rows_of(x: ndarray, members: bool) -> ndarray:
-    """Return an array with its points as one axis, behind that of members; a copy where it must."""
-    if x.ndim == 2 + members:
-        return x
-    *lead, n = x.shape
-    return x.reshape(*lead[:members], prod(lead[members:]), n)
-
-
-def _run(
-    backend: CpuBackend, net: Any, results: Mapping[str, ndarray | None], backward: bool
-) -> bool:
-    """Launch the program of a call, recorded before or now; False where there is none."""
-    arrays: dict[str, ndarray | None] = {"units": net.units, "table": net.weights, **results}
-    x = arrays["x"] = _rows_of(net.x, False)
-    elements = 0
-    for i, (w, bias, _) in enumerate(net.layers):
-        arrays[f"w{i}"], arrays[f"b{i}"] = w, bias
-        elements += w.size
-    form: list[Any] = []
-    for y in arrays.values():
-        if y is None:
-            form.append(None)
-            continue
-        if type(y) is not ndarray or not y.flags.aligned:
-            return False  # (which has a message, or makes a copy)
-        form.append((y.shape, y.strides))
-    fmas = len(x) * net.members(1) * elements
-    large = fmas >= tiling.parallel_fmas(library.registers(format_of(net.acc)))
-    count = threads.number() if large else 1
-    key = (
-        "network", backward, count, net.guard, net.pattern, net.directions, net.seconds, net.acc,
-        *[f.serial for _, _, f in net.layers], *form,
-    )  # fmt: skip
-    made = backend.replay.find(key)
-    if made is None:
-        f = form_of(net, arrays, backward)
-        if f is None:
-            return False
-        made = record(f, tuple(arrays), count)
-        formulas = formulas_of(made)
-        if formulas is not None:
-            backend.replay.keep(key, made, formulas, made.nbytes)
-    backend.launch(made, tuple(arrays.values()))
-    return True

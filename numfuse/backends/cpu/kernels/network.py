@@ -51,9 +51,21 @@ def product(
             )
 
 
+def own_words(descriptor: int, network: int, workspace: int) -> int:
+    """Return the descriptor of a network of a batch, which has the addresses of its operands."""
+    if network == 0:
+        return descriptor
+    d, own = WORDS(descriptor), WORDS(workspace + WORDS(descriptor)[N_OWN])
+    for i in range(d[N_WORDS]):
+        own[i] = d[i]
+    for i in range(SLOTS):
+        own[FIRST_SLOT + 3 * i] += network * d[N_BATCH + i]
+    return workspace + d[N_OWN]
+
+
 def pack_cell(descriptor: int, cell: int, workspace: int) -> None:
     """Copy a layer's weights and bias to the call's memory, rows padded with zeros; and turned."""
-    d = WORDS(descriptor)
+    d = WORDS(OWN_WORDS(descriptor, cell, workspace))
     k, n, size = d[D_K], d[D_N], SIZE
     w, row, column = d[SLOT_W], d[SLOT_W + 1], d[SLOT_W + 2]
     target, step = d[SLOT_PACKED] + d[P_W], d[P_STEP]
@@ -195,9 +207,11 @@ def forward_block(
 
 def forward_cell(descriptor: int, cell: int, workspace: int) -> None:
     """Write the results of a cell's points."""
+    cells = WORDS(descriptor)[N_CELLS]
+    descriptor = OWN_WORDS(descriptor, cell // cells, workspace)
     d = WORDS(descriptor)
     block, layers = d[N_BLOCK], d[N_LAYERS]
-    start = cell * d[N_CELL]
+    start = cell % cells * d[N_CELL]
     last = WORDS(descriptor + 8 * (N_LAYER + (layers - 1) * LAYER_WORDS))
     end = min(d[N_POINTS], start + d[N_CELL])
     for first in range(start, end, block):
@@ -271,10 +285,12 @@ def backward_block(
 
 def backward_cell(descriptor: int, cell: int, workspace: int) -> None:
     """Make the blocks of a cell again, and what they add to the gradients."""
+    cells = WORDS(descriptor)[N_CELLS]
+    descriptor = OWN_WORDS(descriptor, cell // cells, workspace)
     d = WORDS(descriptor)
-    start = cell * d[N_CELL]
+    start = cell % cells * d[N_CELL]
     end = min(d[N_POINTS], start + d[N_CELL])
-    partial = d[SLOT_PARTIAL] + cell * d[N_PARTIAL]
+    partial = d[SLOT_PARTIAL] + cell % cells * d[N_PARTIAL]
     SUMS(workspace + d[N_ONE])[0] = ONE
     for first in range(start, end, d[N_BLOCK]):
         points = min(d[N_BLOCK], end - first)
@@ -316,7 +332,9 @@ def cell(acc: str, name: str) -> specialise.Kernel:
         **protocol.NETWORK,
         **protocol.LAYER,
         **protocol.SCRATCH,
-        "N_LAYER": protocol.NETWORK.end,
+        "N_LAYER": protocol.N_LAYER,
+        "FIRST_SLOT": protocol.D_SLOTS,
+        "SLOTS": len(protocol.NETWORK_SLOTS),
         "LAYER_WORDS": len(protocol.LAYER),
         "HELD": groups.COUNT,
         "VECTOR": r.vector_bytes,
@@ -328,7 +346,7 @@ def cell(acc: str, name: str) -> specialise.Kernel:
         "CALL_ROW": intrinsics.make_call(5),
         "CALL_PRODUCT": intrinsics.make_call(11),
     }
-    steps = take, give, results_of, results_column, open_rows, call_rows
+    steps = own_words, take, give, results_of, results_column, open_rows, call_rows
     for template in (*steps, forward_block, backward_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
     templates = {"pack": pack_cell, "forward": forward_cell, "backward": backward_cell}

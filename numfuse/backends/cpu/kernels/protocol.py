@@ -79,9 +79,14 @@ NETWORK = Schema(
     N_GRAD N_Q N_SCRATCH N_ONE  # places in the workspace
     N_PARTIAL  # bytes of a cell's sums
     P_W P_STEP P_TURNED P_TURNED_STEP P_BIAS  # of a layer that is packed: places, bytes of a row
+    N_CELLS  # of a network, where there is a batch of them
+    N_WORDS N_OWN  # words of the descriptor, and where in the workspace a network has its own
+    N_BATCH  # from here on, of each slot the bytes from network to network
     """,
     D_SLOTS + 3 * len(NETWORK_SLOTS),
 )
+#: Behind them, the words of each layer.
+N_LAYER = NETWORK["N_BATCH"] + len(NETWORK_SLOTS)
 #: Of a layer: its sizes, members of its inputs, bytes of a row of its inputs and of its sums;
 #: places of what is packed, of its stacks in the workspace and of its gradients in a cell's sums
 #: (-1: none); the addresses of its products and of its row functions (0: none).
