@@ -73,13 +73,11 @@ def test_a_batch_of_networks_is_one_launch_and_each_has_its_own_bits(launches, b
     if not apart:
         each = [(each[0][0], w, b) for _, w, b in each]
     x = np.stack([y for y, _, _ in each]).reshape(*batch, points, 2) if apart else each[0][0]
-    weights, biases = (
-        [
-            np.stack(group).reshape(*batch, -1, group[0].shape[-1])
-            for group in zip(*groups, strict=False)
-        ]
-        for groups in ([w for _, w, _ in each], [b for _, _, b in each])
-    )
+    weights, biases = [], []
+    for layer in range(len(sizes) - 1):
+        for group, kind in ((weights, 1), (biases, 2)):
+            one = np.stack([given[kind][layer] for given in each])
+            group.append(one.reshape(*batch, -1, one.shape[-1]))
     whole = results(x, weights, biases)
     assert [len(program.sequences) for program in launches] == [1] * 4
     alone = [results(*one) for one in each]

@@ -66,29 +66,13 @@ def own_words(descriptor: int, network: int, workspace: int) -> int:
 def pack_cell(descriptor: int, cell: int, workspace: int) -> None:
     """Copy a layer's weights and bias to the call's memory, rows padded with zeros; and turned."""
     d = WORDS(OWN_WORDS(descriptor, cell, workspace))
-    k, n, size = d[D_K], d[D_N], SIZE
+    k, n, packed = d[D_K], d[D_N], d[SLOT_PACKED]
     w, row, column = d[SLOT_W], d[SLOT_W + 1], d[SLOT_W + 2]
-    target, step = d[SLOT_PACKED] + d[P_W], d[P_STEP]
-    for i in range(k):
-        to = SUMS(target + i * step)
-        for j in range(n):
-            to[j] = SUMS(w + i * row + j * column)[0]
-        for j in range(n, step // size):
-            to[j] = ZERO
-    target, step = d[SLOT_PACKED] + d[P_TURNED], d[P_TURNED_STEP]
+    PAD(w, row, column, k, n, packed + d[P_W], d[P_STEP])
     if d[P_TURNED] >= 0:
-        for j in range(n):
-            to = SUMS(target + j * step)
-            for i in range(k):
-                to[i] = SUMS(w + i * row + j * column)[0]
-            for i in range(k, step // size):
-                to[i] = ZERO
+        PAD(w, column, row, n, k, packed + d[P_TURNED], d[P_TURNED_STEP])
     if d[P_BIAS] >= 0:
-        to = SUMS(d[SLOT_PACKED] + d[P_BIAS])
-        for j in range(n):
-            to[j] = SUMS(d[SLOT_BIAS] + j * d[SLOT_BIAS + 2])[0]
-        for j in range(n, d[P_STEP] // size):
-            to[j] = ZERO
+        PAD(d[SLOT_BIAS], 0, d[SLOT_BIAS + 2], 1, n, packed + d[P_BIAS], d[P_STEP])
 
 
 def take(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
@@ -102,6 +86,15 @@ def take(source: int, row: int, column: int, rows: int, n: int, target: int, ste
             at = source + i * row
             for j in range(n):
                 to[j] = SUMS(at + j * column)[0]
+
+
+def pad(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
+    """Copy a matrix of any strides to rows padded with zeros."""
+    TAKE(source, row, column, rows, n, target, step)
+    for i in range(rows):
+        to = SUMS(target + i * step)
+        for j in range(n, step // SIZE):
+            to[j] = ZERO
 
 
 def give(source: int, step: int, rows: int, n: int, target: int, row: int, column: int) -> None:
@@ -131,12 +124,12 @@ def results_of(descriptor: int, member: int, point: int) -> int:
     return d[slot] + index * step + point * d[slot + 1]
 
 
-def results_column(descriptor: int, member: int) -> int:
-    """Return the distance of columns in a member of the results."""
+def results_step(descriptor: int, member: int, axis: int) -> int:
+    """Return the distance of points (axis 1) or columns (2) in a member of the results."""
     d = WORDS(descriptor)
     if member > d[N_DIRECTIONS]:
-        return d[SLOT_SECOND + 2]
-    return d[SLOT_DIRECTION + 2] if member > 0 else d[SLOT_VALUE + 2]
+        return d[SLOT_SECOND + axis]
+    return d[SLOT_DIRECTION + axis] if member > 0 else d[SLOT_VALUE + axis]
 
 
 def open_rows(descriptor: int, workspace: int, elements: int) -> None:
@@ -222,11 +215,9 @@ def forward_cell(descriptor: int, cell: int, workspace: int) -> None:
         there = last[L_MEMBERS] if last[L_ROW] == 0 else 1 + d[N_DIRECTIONS] + d[N_SECONDS]
         for member in range(1 + d[N_DIRECTIONS] + d[N_SECONDS]):
             to = RESULTS_OF(descriptor, member, first)
-            row = d[SLOT_VALUE + 1]
-            if member > 0:
-                row = d[SLOT_DIRECTION + 1] if member <= d[N_DIRECTIONS] else d[SLOT_SECOND + 1]
+            row, column = RESULTS_STEP(descriptor, member, 1), RESULTS_STEP(descriptor, member, 2)
             source = at + member * points * step if member < there else 0
-            GIVE(source, step, points, n, to, row, RESULTS_COLUMN(descriptor, member))
+            GIVE(source, step, points, n, to, row, column)
 
 
 def backward_block(
@@ -240,11 +231,8 @@ def backward_block(
     step, n = w[L_STEP], w[L_N]
     members = w[L_MEMBERS] if w[L_BACK] == 0 else 1 + d[N_DIRECTIONS] + d[N_SECONDS]
     for member in range(members):
-        source = RESULTS_OF(descriptor, member, first)
-        row = d[SLOT_VALUE + 1]
-        if member > 0:
-            row = d[SLOT_DIRECTION + 1] if member <= d[N_DIRECTIONS] else d[SLOT_SECOND + 1]
-        column, target = RESULTS_COLUMN(descriptor, member), grad + member * points * step
+        source, target = RESULTS_OF(descriptor, member, first), grad + member * points * step
+        row, column = RESULTS_STEP(descriptor, member, 1), RESULTS_STEP(descriptor, member, 2)
         TAKE(source, row, column, points, n, target, step)
     for i in range(layers):
         w = WORDS(descriptor + 8 * (N_LAYER + (layers - 1 - i) * LAYER_WORDS))
@@ -346,7 +334,7 @@ def cell(acc: str, name: str) -> specialise.Kernel:
         "CALL_ROW": intrinsics.make_call(5),
         "CALL_PRODUCT": intrinsics.make_call(11),
     }
-    steps = own_words, take, give, results_of, results_column, open_rows, call_rows
+    steps = own_words, take, pad, give, results_of, results_step, open_rows, call_rows
     for template in (*steps, forward_block, backward_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
     templates = {"pack": pack_cell, "forward": forward_cell, "backward": backward_cell}
