@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         matmul_activation_mul_jvp,
     )
     from numfuse.jets import matmul_bias_activation_jet, matmul_bias_activation_jet_bwd
+    from numfuse.multilayer import mlp, mlp_bwd, mlp_double_bwd, mlp_jvp
     from numfuse.networks import mlp_jet, mlp_jet_bwd
 
 compose()
@@ -101,8 +102,12 @@ __all__ = [
     "matmul_epilogue_jet",
     "matmul_epilogue_jet_bwd",
     "matmul_epilogue_jvp",
+    "mlp",
+    "mlp_bwd",
+    "mlp_double_bwd",
     "mlp_jet",
     "mlp_jet_bwd",
+    "mlp_jvp",
     "relu_mul",
     "relu_mul_bwd",
     "sigmoid_mul",
@@ -136,6 +141,8 @@ def __getattr__(name: str) -> Any:
         home = "numfuse.gated"
     elif name.endswith(("_jet", "_jet_bwd")):
         home = "numfuse.networks" if name.startswith("mlp") else "numfuse.jets"
+    elif name.startswith("mlp"):
+        home = "numfuse.multilayer"
     elif name.endswith(("_double_bwd", "_jvp")):
         home = "numfuse.differentials"
     value = getattr(import_module(home), name)

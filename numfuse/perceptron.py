@@ -32,11 +32,19 @@ BLOCK_BYTES = 8 << 20
 
 
 class Kept:
-    """The stacks of each layer's inputs and of its sums, as a forward keeps them."""
+    """The inputs and the sums of each layer that a forward keeps; of a jet, stacks.
 
-    def __init__(self, memory: Memory, inputs: list[ndarray], sums: list[ndarray]) -> None:
-        self.inputs, self.sums = inputs, sums
-        weakref.finalize(self, memory.slab.release)
+    None are there where a backend makes them again in less time than it takes to read them.
+    """
+
+    def __init__(
+        self, inputs: list[Any] | None = None, sums: list[Any] | None = None,
+        memory: Memory | None = None,
+    ) -> None:  # fmt: skip
+        self.inputs = [] if inputs is None else inputs
+        self.sums = [] if sums is None else sums
+        if memory is not None:
+            weakref.finalize(self, memory.slab.release)
 
 
 class Memory:
@@ -81,6 +89,24 @@ class Memory:
         return self.slab.array(self.firsts[2] + layer % 2, shape, self.dtype)
 
 
+def sequences(
+    weights: Any, biases: Any, activation: Any, final: Any
+) -> tuple[Sequence[Any], Sequence[Any], tuple[Any, ...]]:
+    """Return weights, biases and activations, one of each for every layer."""
+    if isinstance(weights, ndarray) or not isinstance(weights, Sequence) or not weights:
+        raise TypeError(f"weights must be a sequence of arrays, got {type(weights).__name__}")
+    count = len(weights)
+    if biases is None:
+        biases = (None,) * count
+    if isinstance(biases, ndarray) or not isinstance(biases, Sequence) or len(biases) != count:
+        raise ValueError(f"biases must be None or a sequence of {count} arrays or None")
+    if isinstance(activation, (str, Activation)):
+        activation = (activation,) * (count - 1)
+    if len(activation) != count - 1:
+        raise ValueError(f"activation must be one or {count - 1}, got {len(activation)}")
+    return weights, biases, (*activation, final)
+
+
 class Network:
     """The operands of a call, checked; `layers` has (weights, bias, activation)."""
 
@@ -88,17 +114,7 @@ class Network:
         self, name: str, x: Any, weights: Any, biases: Any, activation: Any, directions: Any,
         second: Any, final: Any, guard: bool, backend: BackendLike,
     ) -> None:  # fmt: skip
-        if isinstance(weights, ndarray) or not isinstance(weights, Sequence) or not weights:
-            raise TypeError(f"weights must be a sequence of arrays, got {type(weights).__name__}")
-        count = len(weights)
-        if biases is None:
-            biases = (None,) * count
-        if isinstance(biases, ndarray) or not isinstance(biases, Sequence) or len(biases) != count:
-            raise ValueError(f"biases must be None or a sequence of {count} arrays or None")
-        if isinstance(activation, (str, Activation)):
-            activation = (activation,) * (count - 1)
-        if len(activation) != count - 1:
-            raise ValueError(f"activation must be one or {count - 1}, got {len(activation)}")
+        weights, biases, activations = sequences(weights, biases, activation, final)
         named = {"x": x} | {f"weights[{i}]": w for i, w in enumerate(weights)}
         named |= {f"biases[{i}]": y for i, y in enumerate(biases) if y is not None}
         adapter = adapter_for(**named)
@@ -115,7 +131,7 @@ class Network:
             raise ValueError(f"x must have shape (..., M, d_0), got {x.shape}")
         self.layers: list[tuple[ndarray, ndarray | None, Activation]] = []
         width, self.batches = x.shape[-1], [x.shape[:-2]]
-        for i, (w, bias, f) in enumerate(zip(weights, biases, (*activation, final), strict=True)):
+        for i, (w, bias, f) in enumerate(zip(weights, biases, activations, strict=True)):
             if w.ndim < 2 or w.shape[-2] != width:
                 raise ValueError(f"weights[{i}] must have shape (..., {width}, N), got {w.shape}")
             width = w.shape[-1]

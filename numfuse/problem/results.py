@@ -156,6 +156,16 @@ class NetworkGradients(NamedTuple):
     d_biases: Any
 
 
+class NetworkSecondGradients(NamedTuple):
+    """The gradients that the cotangents of a network's gradients give; None where not needed."""
+
+    d_grad: Any
+    d_x: Any
+    #: Tuples, layer by layer.
+    d_weights: Any
+    d_biases: Any
+
+
 #: {the names of gradients: the named tuple of these}
 _GRADIENTS: dict[tuple[str, ...], Any] = {
     made._fields: made

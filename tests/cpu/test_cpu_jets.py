@@ -61,7 +61,7 @@ def test_a_jet_holds_no_sums_of_all_points():
 
 def test_memory_of_a_network_is_found_in_place_by_the_next_call():
     """Guards: fresh pages at every call cost as much as the arithmetic."""
-    w, x = [np.ones((2, 8)), np.ones((8, 1))], np.ones((50, 2))
+    w, x = [np.ones((2, 300)), np.ones((300, 1))], np.ones((50, 2))  # (wide: layer by layer)
     _, kept = nf.mlp_jet(x, w, None, keep=True)
     memory = kept.inputs[0].base
     del kept

@@ -16,7 +16,7 @@ from autograd.extend import defjvp_argnums, defvjp_argnums
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval, isbox
 
-from numfuse import epilogue_jets, fusion, gated, networks
+from numfuse import epilogue_jets, fusion, gated, multilayer, networks
 from numfuse import jets as layers
 from numfuse.activations import get
 from numfuse.adapters import pieces
@@ -30,7 +30,7 @@ from numfuse.adapters.surface import NAMES, Functions
 from numfuse.operations import OPERATIONS
 from numfuse.runtime.dispatch import AGAIN
 
-_HOMES = fusion, gated, layers, epilogue_jets, networks
+_HOMES = fusion, gated, layers, epilogue_jets, networks, multilayer
 _FUSED = {name: getattr(home, name) for home in _HOMES for name in home.__all__}
 __all__ = [
     *NAMES,

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from numpy import ndarray
 
-from numfuse import epilogue_jets, fusion, gated, networks
+from numfuse import epilogue_jets, fusion, gated, multilayer, networks
 from numfuse import jets as layers
 from numfuse.adapters.jax.epilogue_rules import fused as _fused
 from numfuse.adapters.jax.ffi import describe
@@ -34,7 +34,7 @@ from numfuse.adapters.jax.jets import network
 from numfuse.adapters.jax.primitives import FUNCTIONS
 from numfuse.adapters.signatures import NAMES, of_module
 
-_HOMES = fusion, gated, layers, epilogue_jets, networks
+_HOMES = fusion, gated, layers, epilogue_jets, networks, multilayer
 _FUSED = {name: getattr(home, name) for home in _HOMES for name in home.__all__}
 #: Keywords of theirs that are constants on the host.
 _CONSTANTS: dict[str, tuple[str, ...]] = dict.fromkeys(layers.__all__, ("weights",))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from numfuse import epilogue_jets, fusion, gated, networks
+from numfuse import epilogue_jets, fusion, gated, multilayer, networks
 from numfuse import jets as layers
 from numfuse.adapters.surface import NAMES
 from numfuse.adapters.torch.eager import TENSORS
@@ -33,7 +33,7 @@ from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
-_HOMES = fusion, gated, layers, epilogue_jets, networks
+_HOMES = fusion, gated, layers, epilogue_jets, networks, multilayer
 #: The functions of epilogues and jets, which come here by their tensors.
 FUSED = tuple([name for home in _HOMES for name in home.__all__])
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from numfuse import epilogues
 from numfuse.backends import OneRun, Traits
-from numfuse.backends.cpu import fused, host, jets, layers, tiling
+from numfuse.backends.cpu import fused, host, jets, layers, network_calls, tiling
 from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
@@ -42,6 +42,8 @@ class CpuBackend(OneRun):
 
     name = "cpu"
     jet = partialmethod(OneRun._run, "jet")
+    network_jet = network_calls.forward
+    network_jet_bwd = network_calls.backward
 
     def __init__(self) -> None:
         self.replay: Replay[Any] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)
@@ -59,16 +61,8 @@ class CpuBackend(OneRun):
             return Recording(sequence.nothing([names.index(x) for x in zeroed]), (), 0)
         large = _takes_threads(p)
         made = _RECORD[kind](p, names, threads.number() if large else 1)
-        formulas, redefined = [], False
-        for kernel in made.kernels:
-            for ref in kernel.formulas:
-                formula = ref()
-                if formula is None:
-                    redefined = True
-                else:
-                    formulas.append(formula)
         varies = threads.number if large else None
-        return Recording(made, None if redefined else formulas, made.nbytes, varies)
+        return Recording(made, sequence.formulas_of(made), made.nbytes, varies)
 
     launch = staticmethod(sequence.run)
 

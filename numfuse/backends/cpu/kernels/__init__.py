@@ -8,5 +8,6 @@
 - `elementwise`: the elementwise cell
 - `rows`, `printer`: row functions, and their text, made of an epilogue
 - `groups`: row functions that take all rows of a point, for jets
+- `network`: the cells of networks
 - `library`: the templates with their names bound, compiled on demand
 """

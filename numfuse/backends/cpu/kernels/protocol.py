@@ -62,6 +62,41 @@ SLOTS = Schema(
 #: After the slots: per batch axis its size and the strides of A, B and every slot, then per
 #: summed axis its size and the strides of A and B.
 D_SLOTS = DESCRIPTOR.end
+#: A network's operands have these slots; behind them are words of its own, then those of each
+#: layer.  Members, of stacks and of results, are the value, directions and second derivatives.
+NETWORK_SLOTS = Schema("""
+    PACKED X UNITS TABLE  # weights and biases, points, directions, weights of second derivatives
+    VALUE DIRECTION SECOND  # results, or their cotangents
+    PARTIAL D_X W BIAS
+""")
+NETWORK = Schema(
+    """
+    N_POINTS N_BLOCK N_CELL  # all points, and those of a block and of a cell
+    N_DIRECTIONS N_SECONDS
+    N_DIRECTION_STEP N_SECOND_STEP  # from member to member of the results
+    N_LAYERS
+    N_MADE  # layers that a backward makes again
+    N_GRAD N_Q N_SCRATCH N_ONE  # places in the workspace
+    N_PARTIAL  # bytes of a cell's sums
+    P_W P_STEP P_TURNED P_TURNED_STEP P_BIAS  # of a layer that is packed: places, bytes of a row
+    N_CELLS  # of a network, where there is a batch of them
+    N_WORDS N_OWN  # words of the descriptor, and where in the workspace a network has its own
+    N_BATCH  # from here on, of each slot the bytes from network to network
+    """,
+    D_SLOTS + 3 * len(NETWORK_SLOTS),
+)
+#: Behind them, the words of each layer.
+N_LAYER = NETWORK["N_BATCH"] + len(NETWORK_SLOTS)
+#: Of a layer: its sizes, members of its inputs, bytes of a row of its inputs and of its sums;
+#: places of what is packed, of its stacks in the workspace and of its gradients in a cell's sums
+#: (-1: none); the addresses of its products and of its row functions (0: none).
+LAYER = Schema("""
+    L_K L_N L_MEMBERS L_IN_STEP L_STEP
+    L_W L_TURNED L_BIAS
+    L_INPUT L_Z L_OUT
+    L_D_W L_D_BIAS
+    L_ALONG L_DOWN L_ROW L_BACK
+""")
 #: Context words: the slots, then the address and stride of the scratch rows.
 SCRATCH = Schema("C_SCRATCH C_SCRATCH_STRIDE", 3 * MOST_SLOTS)
 #: Then the block of B that is packed between the tiles of the one before it, and the same of the

@@ -18,6 +18,7 @@ from numfuse.backends.cpu.kernels import protocol
 from numfuse.backends.cpu.launch import entries, threads, workspace
 from numfuse.backends.cpu.launch.workspace import PAGE
 from numfuse.backends.cpu.llvm import vectors
+from numfuse.expr import Expr
 from numfuse.problem.operands import format_of
 from numfuse.runtime.specialise import Kernel
 from numfuse.runtime.strided import contiguous
@@ -209,6 +210,13 @@ def program(
     size = table + 8 * (protocol.TABLE["T_ENTRIES"] + most)
     call, used = plan.call, tuple(kernels)
     return Program(tuple(made), size, zeroed, sums, tuple(needed), call, used, count, nbytes)
+
+
+def formulas_of(made: Program) -> list[Expr] | None:
+    """Return the formulas that a program goes with; None where one is gone: it is for one call."""
+    found = [ref() for kernel in made.kernels for ref in kernel.formulas]
+    there = [x for x in found if x is not None]
+    return there if len(there) == len(found) else None
 
 
 def _places(temporaries: Iterable[Operand], start: int) -> tuple[dict[str, int], int]:

@@ -2,6 +2,7 @@
 
 - `microkernel`: the rank-1 updates of a register tile
 - `thin`: the micro-kernels of products of few rows
+- `inplace`: those of a network's products, whose factors are in the caches
 - `amx`: the same update on AMX tiles
 - `moves`, `pairs`: the copies and transposes of packing, and stores past the caches
 - `conversions`: storage formats to the accumulator's and back

@@ -1,0 +1,145 @@
+"""Networks' calls on the CPU: their arrays as a program takes them, and the launch.
+
+Points of one network are rows, whatever axes they have. A batch of networks has one axis; what all
+networks share has none, and what only some share is copied for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.cpu import tiling
+from numfuse.backends.cpu.kernels import library
+from numfuse.backends.cpu.launch import threads
+from numfuse.backends.cpu.launch.sequence import formulas_of
+from numfuse.backends.cpu.networks import SEVERAL, form_of, record
+from numfuse.problem.operands import format_of
+from numfuse.problem.shapes import sum_to
+
+if TYPE_CHECKING:
+    from numfuse.backends.cpu.face import CpuBackend
+
+_RESULTS = "value", *SEVERAL
+
+
+class _Call:
+    """The arrays of a call, as rows and as one batch of networks."""
+
+    def __init__(self, net: Any) -> None:
+        self.net, self.batch = net, net.batches[-1]
+        leads = [y.shape[:-2] for w, bias, _ in net.layers for y in (w, bias) if y is not None]
+        #: Whether there is one network, whose points may have any axes.
+        self.alone = all(prod(lead) == 1 for lead in leads)
+        self.networks = 1 if self.alone else prod(self.batch)
+        self.arrays: dict[str, ndarray | None] = {"units": net.units, "table": net.weights}
+        #: The gradients that are summed to their operands' shapes.
+        self.later: dict[str, tuple[ndarray, ndarray]] = {}
+        self.add("x", net.x)
+        for i, (w, bias, _) in enumerate(net.layers):
+            self.add(f"w{i}", w, True)
+            self.add(f"b{i}", bias, True)
+
+    def rows(self, x: ndarray, members: bool, own: bool) -> ndarray:
+        """Return an array as (rows, columns), or so for each network; behind an axis of members."""
+        first, x = (x.shape[:1], x) if members else ((), x)
+        x = x if x.ndim > 1 else x[None]
+        *lead, m, n = x.shape[members:]
+        if self.alone and not own:
+            return x.reshape(*first, prod(lead) * m, n)
+        if prod(lead) == 1:
+            return x.reshape(*first, m, n)
+        if prod(lead) != self.networks:
+            x = np.broadcast_to(x, (*first, *self.batch, m, n))
+        return x.reshape(*first, self.networks, m, n)
+
+    def add(self, name: str, x: ndarray | None, own: bool = False) -> ndarray | None:
+        """Enter an array; `own` is of a network, others have its points."""
+        if x is not None:
+            x = self.rows(x, name in SEVERAL, own)
+        self.arrays[name] = x
+        return x
+
+    def gradient(self, name: str, x: ndarray, own: bool = False) -> ndarray:
+        """Enter the gradient of an operand, and return it."""
+        found = np.empty(x.shape, self.net.acc)
+        lead = x.shape[:-2]
+        summed = prod(lead) != self.networks and (not own or prod(lead) != 1)
+        if self.alone or not summed:
+            self.add(name, found, own)
+        else:
+            every = np.empty((*self.batch, *x.shape[-2:]), self.net.acc)
+            self.later[name] = found, every
+            self.add(name, every, own)
+        return found
+
+    def run(self, backend: CpuBackend, backward: bool) -> bool:
+        """Launch the program of the call, recorded before or now; False where there is none."""
+        net, form, elements = self.net, list[Any](), 0
+        for name, y in self.arrays.items():
+            if y is None:
+                form.append(None)
+                continue
+            if type(y) is not ndarray or (not y.flags.aligned and name in _RESULTS):
+                return False
+            if not y.flags.aligned:
+                y = self.arrays[name] = y.copy()
+            form.append((y.shape, y.strides))
+        for w, _, _ in net.layers:
+            elements += w.shape[-2] * w.shape[-1]
+        points = net.x.shape[-2] * prod(self.batch)
+        fmas = points * net.members(1) * elements
+        large = fmas >= tiling.parallel_fmas(library.registers(format_of(net.acc)))
+        count = threads.number() if large else 1
+        key = (
+            "network", backward, count, net.guard, net.pattern, net.directions, net.seconds,
+            self.networks, net.acc, *[f.serial for _, _, f in net.layers], *form,
+        )  # fmt: skip
+        made = backend.replay.find(key)
+        if made is None:
+            f = form_of(net, self.arrays, self.networks, backward)
+            if f is None:
+                return False
+            made = record(f, tuple(self.arrays), count)
+            formulas = formulas_of(made)
+            if formulas is not None:
+                backend.replay.keep(key, made, formulas, made.nbytes)
+        backend.launch(made, tuple(self.arrays.values()))
+        for found, every in self.later.values():
+            found[...] = sum_to(every, found.shape, net.acc)
+        return True
+
+
+def forward(backend: CpuBackend, net: Any, made: Sequence[ndarray]) -> bool:
+    """Write a network's jet to three arrays; False where it does not go this way."""
+    call = _Call(net)
+    rows = [call.add(name, y) for name, y in zip(_RESULTS, made, strict=True)]
+    if not call.run(backend, False):
+        return False
+    for y, found in zip(made, rows, strict=True):
+        if found is not None and found is not y and not np.may_share_memory(y, found):
+            y[...] = found.reshape(y.shape)
+    return True
+
+
+def backward(
+    backend: CpuBackend, net: Any, given: Sequence[ndarray | None], needs: Collection[str]
+) -> tuple[ndarray | None, list[list[ndarray | None]]] | None:
+    """Return d_x, and of each layer d_w and d_bias; None where it does not go this way."""
+    call = _Call(net)
+    for name, y in zip(_RESULTS, given, strict=True):
+        call.add(name, y)
+    d_x = call.gradient("d_x", net.x) if "x" in needs else None
+    pairs: list[list[ndarray | None]] = []
+    for i, (w, bias, _) in enumerate(net.layers):
+        pair: list[ndarray | None] = [None, None]
+        if "weights" in needs:
+            pair[0] = call.gradient(f"d_w{i}", w, True)
+        if "biases" in needs and bias is not None:
+            pair[1] = call.gradient(f"d_b{i}", bias, True)
+        pairs.append(pair)
+    return (d_x, pairs) if call.run(backend, True) else None

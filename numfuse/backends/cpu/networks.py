@@ -1,0 +1,323 @@
+"""A network's jet, and its backward, each as one launch: blocks of points pass all layers.
+
+Three phases: weights and biases are packed; cells of some blocks each run (`kernels.network`), a
+block's stacks staying in the caches of its core; what the cells add to the gradients is joined in
+their order. A backward makes its blocks again: that takes less time than reading what a forward
+would have written. Blocks and cells depend on widths, members, points and dtype alone, so that no
+bit depends on threads.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from numpy import ndarray
+
+from numfuse.backends import Call
+from numfuse.backends.cpu import descriptors, host, tiling
+from numfuse.backends.cpu.kernels import groups, library, network, protocol
+from numfuse.backends.cpu.launch.sequence import (
+    Operand,
+    Plan,
+    Program,
+    Step,
+    program,
+    temporary,
+)
+from numfuse.backends.cpu.launch.workspace import PAGE
+from numfuse.epilogues import layer_jet, layer_jet_backward
+from numfuse.problem.operands import format_of
+from numfuse.runtime.specialise import Kernel
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+
+#: The widest layers that go this way: sums over K are one chain, as in every other kernel.
+WIDEST = tiling.CHAIN
+#: Bytes of a stack, of which level 1 holds one, and of all stacks of a block.
+STACK_BYTES, BLOCK_BYTES = 32 << 10, 512 << 10
+#: Rows of a stack, at the most: so many products are one chain of sums in the gradients of weights.
+ROWS = tiling.CHAIN
+#: Points of a block in multiples of this, where there are as many.
+POINTS = 8
+#: Cells, at the most, and bytes of the sums of gradients that each has: beyond, fewer cells.
+MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
+#: The results that have an axis of members.
+SEVERAL = "direction", "second"
+#: Arrays that a program can name.
+_ARRAYS = protocol.NUMBERS
+
+
+class Layer(NamedTuple):
+    """A layer of a network, without its addresses."""
+
+    k: int
+    n: int
+    activation: Activation
+    w: Operand
+    b: Operand | None
+
+
+class Form(NamedTuple):
+    """A network's call: what a program is made of."""
+
+    points: int
+    #: How many networks there are, in a batch.
+    networks: int
+    directions: int
+    seconds: int
+    pattern: bytes
+    guard: bool
+    acc: str
+    layers: tuple[Layer, ...]
+    #: x, directions, weights of second derivatives, results or cotangents, weights, biases and
+    #: gradients, each with an axis of networks before its rows where it has one for each.
+    arrays: Mapping[str, Operand]
+    backward: bool
+
+    @property
+    def plain(self) -> bool:
+        """Return whether the last layer is a product alone."""
+        return self.layers[-1].activation.is_identity
+
+    def members(self, layer: int) -> int:
+        """Return the members of a layer's inputs."""
+        return 1 + self.directions + (self.seconds if layer else 0)
+
+
+def form_of(
+    net: Any, arrays: Mapping[str, ndarray | None], networks: int, backward: bool
+) -> Form | None:
+    """Return the form of a call whose arrays are these; None where it is not for this way."""
+    acc = format_of(net.acc)
+    widths = [net.x.shape[-1], *(w.shape[-1] for w, _, _ in net.layers)]
+    empty = 0 in widths or not prod(net.x.shape[:-1]) or not networks
+    if empty or max(widths) > WIDEST or len(arrays) > _ARRAYS:
+        return None
+    found = {
+        name: Operand(name, x.shape, x.strides, acc, x.itemsize)
+        for name, x in arrays.items()
+        if x is not None
+    }
+    layers = [
+        Layer(w.shape[-2], w.shape[-1], f, found[f"w{i}"], found.get(f"b{i}"))
+        for i, (w, _, f) in enumerate(net.layers)
+    ]
+    how = net.directions, net.seconds, net.pattern, net.guard, acc, tuple(layers)
+    return Form(found["x"].shape[-2], networks, *how, found, backward)
+
+
+# --- places -------------------------------------------------------------------------------------
+class _Places:
+    """Bytes from the beginning of some memory, handed out on lines."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.end = start
+
+    def take(self, size: int) -> int:
+        """Return where so many bytes are, a few lines behind the ones before."""
+        found = self.end
+        self.end += tiling.round_up(size, tiling.LINE) + 3 * tiling.LINE
+        return found
+
+
+class _Layout:
+    """How many points a block is of, and where layers have their weights, stacks and sums."""
+
+    def __init__(self, f: Form) -> None:
+        self.f, self.r = f, library.registers(f.acc)
+        size, vl = self.r.itemsize, self.r.vl
+        self.steps = [
+            tiling.round_up(n, vl) * size for n in (f.layers[0].k, *(x.n for x in f.layers))
+        ]
+        most = 1 + f.directions + f.seconds
+        widest = max(self.steps) * most
+        every = sum(self.steps) * most * 2 + 2 * widest
+        points = max(1, min(STACK_BYTES // widest, BLOCK_BYTES // every, ROWS // most))
+        self.block = points // POINTS * POINTS or points
+        weights = sum(x.k * step for x, step in zip(f.layers, self.steps[1:], strict=True))
+        most_cells = max(FEWEST_CELLS, min(MOST_CELLS, SUMS_BYTES // weights))
+        self.cell = self.block * -(-f.points // (self.block * most_cells))
+        self.cells = -(-f.points // self.cell)
+        packed, work, sums = _Places(), _Places(protocol.CONTEXT_BYTES), _Places()
+        self.layers: list[dict[str, int]] = []
+        whole = self.block * most
+        # Of a forward, all layers but the first share a place for sums.
+        shared = work.take(widest * self.block) if not f.backward else 0
+        self.one = work.take(size)
+        turns = [work.take(widest * self.block) for _ in range(2)]
+        for i, x in enumerate(f.layers):
+            in_step, step = self.steps[i : i + 2]
+            turned = f.backward and (i > 0 or "d_x" in f.arrays)
+            words = {
+                "L_K": x.k, "L_N": x.n, "L_MEMBERS": f.members(i),
+                "L_IN_STEP": in_step, "L_STEP": step,
+                "L_W": packed.take(x.k * step),
+                "L_TURNED": packed.take(x.n * in_step) if turned else -1,
+                "L_BIAS": packed.take(step) if x.b else -1,
+                "L_D_W": sums.take(x.k * step) if f"d_w{i}" in f.arrays else -1,
+                "L_D_BIAS": sums.take(step) if f"d_b{i}" in f.arrays else -1,
+            }  # fmt: skip
+            if f.backward:
+                words["L_INPUT"], words["L_Z"] = work.take(whole * in_step), work.take(whole * step)
+            else:
+                # (nor does another layer's input lie where the first one's directions do)
+                words["L_INPUT"] = turns[i % 2] if i else work.take(whole * in_step)
+                words["L_Z"] = shared if i else work.take(whole * step)
+            self.layers.append(words)
+        for i, words in enumerate(self.layers):
+            if i + 1 < len(self.layers):
+                words["L_OUT"] = self.layers[i + 1]["L_INPUT"]
+            else:
+                words["L_OUT"] = turns[1 - i % 2]
+        self.turns, self.packed = turns, packed.end
+        self.sums = tiling.round_up(sums.end, PAGE) + tiling.LINE
+        self.own = work.take(8 * (protocol.N_LAYER + len(f.layers) * len(protocol.LAYER)))
+        self.scratch = work.end
+        if max(f.directions, f.seconds) > groups.UNROLLED:
+            held = groups.scratch_rows(f.directions, f.seconds) - most
+            work.take(held * self.block * max(self.steps))
+        self.work = tiling.round_up(work.end, PAGE) + 5 * tiling.LINE
+
+
+# --- kernels ------------------------------------------------------------------------------------
+def _row(f: Form, layer: int, backward: bool) -> Kernel:
+    """Return the row function of a layer, which takes all members of a block at once."""
+    curve, moved = f.layers[layer].activation.curve, layer > 0 and f.seconds > 0
+    jet = (layer_jet_backward if backward else layer_jet)(curve)
+    absent = ["bias"] if moved else ["bias", "z_ddot"]
+    if not any(f.pattern):
+        absent.append("grad_bent")
+    jet = jet.each(lambda part: part.without(*absent))
+    if f.guard:
+        jet = jet.each(lambda part: part.guarded())
+    g = groups.group(
+        jet, f.acc, f.acc, (f.directions, f.seconds), f.pattern, backward=backward, product=False,
+        moved=moved, stacked=True, contiguous=True, weights="table" in f.arrays,
+    )  # fmt: skip
+    return groups.row(g)
+
+
+# --- plans --------------------------------------------------------------------------------------
+def _plan(
+    at: _Layout, cell: Kernel, cells: int, threads: int, slots: Mapping[str, Operand | None],
+    words: Mapping[str, int], layers: Sequence[int] = (), kernels: Sequence[Kernel] = (),
+    **head: int,
+) -> Plan:  # fmt: skip
+    """Return a plan of cells of `kernels.network`."""
+    named, places, own = 0, list[tuple[int, str]](), [0] * (3 * len(protocol.NETWORK_SLOTS))
+    batch = [0] * len(protocol.NETWORK_SLOTS)
+    for name, x in slots.items():
+        if x is None:
+            continue
+        slot = protocol.NETWORK_SLOTS[name]
+        places.append((protocol.D_SLOTS + 3 * slot, x.name))
+        named |= 4 << slot
+        own[3 * slot + 1 : 3 * slot + 3] = x.strides[-2:]
+        if len(x.shape) == 3 + (x.name in SEVERAL):
+            batch[slot] = x.strides[-3]
+    given = {"D_NAMED": named, "D_SLOT_COUNT": len(protocol.NETWORK_SLOTS), **head}
+    descriptor = array("q", [*protocol.DESCRIPTOR.words(given), *own])
+    length = protocol.N_LAYER + len(layers)
+    every = {**words, "N_OWN": at.own, "N_WORDS": length, "N_CELLS": at.cells}
+    descriptor.extend([*protocol.NETWORK.words(every)[:-1], *batch, *layers])
+    label = f"{cell.label} + {kernels[0].label}" if kernels else cell.label
+    call = Call("cpu", host.name(), host.vector_name(), label, None)
+    used = cell, *kernels
+    return Plan(cell.address, descriptor, tuple(places), cells, at.work, threads, call, used)
+
+
+def _packing(f: Form, at: _Layout) -> Iterator[Step]:
+    cell, packed = network.cell(f.acc, "pack"), _packed(at, f.acc)
+    for x, words in zip(f.layers, at.layers, strict=True):
+        own = {
+            "P_W": words["L_W"], "P_STEP": words["L_STEP"], "P_BIAS": words["L_BIAS"],
+            "P_TURNED": words["L_TURNED"], "P_TURNED_STEP": words["L_IN_STEP"],
+        }  # fmt: skip
+        slots = {"PACKED": packed, "W": x.w, "BIAS": x.b}
+        yield _plan(at, cell, f.networks, 1, slots, own, D_K=x.k, D_N=x.n), {}
+
+
+def _packed(at: _Layout, acc: str) -> Operand:
+    return temporary("packed", (at.f.networks, 1, at.packed // at.r.itemsize), acc)
+
+
+def _partials(at: _Layout, acc: str) -> Operand:
+    return temporary("partials", (at.f.networks, at.cells, at.sums // at.r.itemsize), acc)
+
+
+def _cells(f: Form, at: _Layout, threads: int) -> Step:
+    """Return the step in which blocks pass the layers."""
+    last = len(f.layers) - 1
+    along, down = (network.products(f.acc, x) for x in (False, True))
+    kernels: dict[Kernel, None] = {}
+    words = []
+    for i, place in enumerate(at.layers):
+        own = place | {"L_ALONG": along.address, "L_DOWN": down.address}
+        kernels |= dict.fromkeys((along, down))
+        if i < last or not f.plain:
+            if i < last or not f.backward:
+                row = _row(f, i, False)
+                own["L_ROW"] = row.address
+                kernels[row] = None
+            if f.backward:
+                row = _row(f, i, True)
+                own["L_BACK"] = row.address
+                kernels[row] = None
+        if i == last and not own.get("L_ROW"):
+            own["L_OUT"] = own["L_Z"]
+        words += protocol.LAYER.words(own)
+    steps = [f.arrays[x].strides[0] if x in f.arrays else 0 for x in ("direction", "second")]
+    head = {
+        "N_POINTS": f.points, "N_BLOCK": at.block, "N_CELL": at.cell, "N_DIRECTIONS": f.directions,
+        "N_SECONDS": f.seconds, "N_DIRECTION_STEP": steps[0], "N_SECOND_STEP": steps[1],
+        "N_LAYERS": len(f.layers), "N_MADE": len(f.layers) - f.plain, "N_GRAD": at.turns[0],
+        "N_Q": at.turns[1], "N_SCRATCH": at.scratch, "N_ONE": at.one, "N_PARTIAL": at.sums,
+    }  # fmt: skip
+    names = "x", "units", "table", "value", "direction", "second", "d_x"
+    slots = {name.upper(): f.arrays.get(name) for name in names}
+    slots["PACKED"] = _packed(at, f.acc)
+    if f.backward:
+        slots["PARTIAL"] = _partials(at, f.acc)
+    cell = network.cell(f.acc, "backward" if f.backward else "forward")
+    count = f.networks * at.cells
+    return _plan(at, cell, count, threads, slots, head, words, tuple(kernels)), {}
+
+
+def _joins(f: Form, at: _Layout, threads: int) -> Iterator[Step]:
+    """Yield the steps that join the sums of cells to gradients."""
+    cell, size = library.join_cell(f.acc), at.r.itemsize
+    for i, (x, words) in enumerate(zip(f.layers, at.layers, strict=True)):
+        for name, place, rows in ((f"d_w{i}", "L_D_W", x.k), (f"d_b{i}", "L_D_BIAS", 1)):
+            out, step = f.arrays.get(name), words["L_STEP"]
+            if out is None:
+                continue
+            columns, row = x.n, x.n * size
+            if step == row:
+                rows, columns = 1, rows * x.n
+            # Of a gradient that all networks share, their cells are one another's.
+            each = f.networks if len(out.shape) > 2 else 1
+            cells = f.networks // each * at.cells
+            shape, strides = (each, rows, cells, columns), (at.cells * at.sums, step, at.sums, size)
+            sums = Operand("partials", shape, strides, f.acc, size)
+            whole = rows * columns * size
+            out = out._replace(
+                shape=(each, rows, 1, columns), strides=(whole, columns * size, size, size)
+            )
+            plan = descriptors.join(cell, sums, threads, out)
+            if plan is not None:
+                yield plan, {"partials": words[place]}
+
+
+def record(f: Form, names: Sequence[str], threads: int) -> Program:
+    """Return the program of a network's call on arrays of these names."""
+    at = _Layout(f)
+    phases: list[list[Step]] = [[*_packing(f, at)], [_cells(f, at, threads)]]
+    own = [_packed(at, f.acc)]
+    if f.backward:
+        phases.append([*_joins(f, at, threads)])
+        own.append(_partials(at, f.acc))
+    return program(names, [phases], own)
