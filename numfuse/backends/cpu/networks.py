@@ -178,14 +178,17 @@ class _Layout:
         self.own = work.take(8 * (protocol.N_LAYER + len(f.layers) * len(protocol.LAYER)))
         self.scratch = work.end
         if max(f.directions, f.seconds) > groups.UNROLLED:
-            held = groups.scratch_rows(f.directions, f.seconds) - most
-            work.take(held * self.block * max(self.steps))
+            every_row = {
+                _group(f, i, back) for back in {False, f.backward} for i in range(len(f.layers))
+            }
+            rows = max(groups.scratch_rows(g, f.directions, f.seconds) for g in every_row)
+            work.take((rows - most) * self.block * max(self.steps))
         self.work = tiling.round_up(work.end, PAGE) + 5 * tiling.LINE
 
 
 # --- kernels ------------------------------------------------------------------------------------
-def _row(f: Form, layer: int, backward: bool) -> Kernel:
-    """Return the row function of a layer, which takes all members of a block at once."""
+def _group(f: Form, layer: int, backward: bool) -> groups.Group:
+    """Return the group of a layer's row function, which takes all members of a block at once."""
     curve, moved = f.layers[layer].activation.curve, layer > 0 and f.seconds > 0
     jet = (layer_jet_backward if backward else layer_jet)(curve)
     absent = ["bias"] if moved else ["bias", "z_ddot"]
@@ -194,11 +197,15 @@ def _row(f: Form, layer: int, backward: bool) -> Kernel:
     jet = jet.each(lambda part: part.without(*absent))
     if f.guard:
         jet = jet.each(lambda part: part.guarded())
-    g = groups.group(
+    return groups.group(
         jet, f.acc, f.acc, (f.directions, f.seconds), f.pattern, backward=backward, product=False,
         moved=moved, stacked=True, contiguous=True, weights="table" in f.arrays,
     )  # fmt: skip
-    return groups.row(g)
+
+
+def _row(f: Form, layer: int, backward: bool) -> Kernel:
+    """Return the row function of a layer."""
+    return groups.row(_group(f, layer, backward))
 
 
 # --- plans --------------------------------------------------------------------------------------

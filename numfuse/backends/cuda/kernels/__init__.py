@@ -4,6 +4,6 @@
 - `ampere`, `hopper`: the products of newer devices, by cp.async and by TMA with wgmma
 - `elementwise`, `epilogue`: an epilogue as a device function, and what a product does with its sums
 - `pointwise`, `rows`: passes over elements, printed from an epilogue
-- `jets`: the pass of a jet over points
+- `jets`, `jet_lines`: the pass of a jet over points, and its text
 - `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
 """
