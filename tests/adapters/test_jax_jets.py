@@ -232,7 +232,9 @@ def test_a_formula_is_differentiable_compiled_and_mapped():
 
     def call(a, b, shift, scale, a_dot, a_ddot):
         operands = shift, scale, 0.5
-        return tuple(nf.matmul_epilogue_jet(a, b, formula, operands, a_dot, a_ddot, weights=weights))
+        return tuple(
+            nf.matmul_epilogue_jet(a, b, formula, operands, a_dot, a_ddot, weights=weights)
+        )
 
     check_grads(call, x, 2, rtol=1e-3)
     close(jax.jit(call)(*x), call(*x))

@@ -231,8 +231,8 @@ ARROWS: dict[str, set[str]] = {
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu",
         "definitions", "devices", "differentials", "epilogue_jets", "epilogues", "errors", "expr",
-        "functional", "fused_operations", "fusion", "gated", "jets", "language", "networks", "operations",
-        "perceptron", "problem", "runtime",
+        "functional", "fused_operations", "fusion", "gated", "jets", "language", "networks",
+        "operations", "perceptron", "problem", "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {
@@ -241,7 +241,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "numfuse": {
         "activations", "backends", "definitions", "devices", "differentials", "epilogue_jets",
-        "errors", "functional", "fusion", "gated", "jets", "networks", "registry", "runtime", "webgpu",
+        "errors", "functional", "fusion", "gated", "jets", "networks", "registry", "runtime",
+        "webgpu",
     },
     # The public functions only, but for the benchmark's ceilings, PyTorch's modules and what `info`
     # tells of JAX.

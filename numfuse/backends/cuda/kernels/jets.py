@@ -51,6 +51,13 @@ class Pass(NamedTuple):
     sums: bool
     #: The gradients to which all parts of a backward add.
     totals: tuple[str, ...] = ("d_z",)
+    #: Whether the gradients by directions' sums are added up by columns too, and are not stored.
+    apart: bool = False
+
+    @property
+    def added(self) -> range:
+        """Return the directions whose columns are added up, each in registers of its own."""
+        return range(self.directions if self.apart else 0)
 
     @property
     def read(self) -> set[str]:
@@ -72,11 +79,12 @@ def of(
     counts: tuple[int, int],
     weighted: bool,
     sums: bool,
+    apart: bool = False,
 ) -> Pass:
     """Return the pass of a jet's formulas that writes these arrays."""
-    parts = jet.parts(written, backward, *counts)
+    parts = jet.parts({*written, *(["d_z_dot"] if apart else ())}, backward, *counts)
     totals = "d_z", *sorted(x for x in written if x.startswith("d_x_"))
-    made = Pass(parts, written, backward, *counts, weighted, sums, totals)
+    made = Pass(parts, written, backward, *counts, weighted, sums, totals, apart)
     return made._replace(weighted=weighted and made.bends)
 
 
@@ -159,8 +167,11 @@ class _Text:
                 term = self.load("grad_ddot")
                 body = self.weighted("s", "in_grad_bent", "seconds", [], term)
             body += [*self.call("direction"), *self.added("direction")]
-            body += self.store("d_z_dot", self.made_by("direction", "d_z_dot"))
-            lines += _loop("d", "directions", body)
+            slope = self.made_by("direction", "d_z_dot")
+            body += self.store("d_z_dot", slope)
+            for i in made.added:
+                lines += [f"d = {i}", *body, f"run_{i} = run_{i} + {slope}"]
+            lines += [] if made.apart else _loop("d", "directions", body)
         if made.seconds:
             body = [*self.call("second"), *self.added("second")]
             body += self.store("d_z_ddot", self.made_by("second", "d_z_ddot"))
@@ -189,15 +200,18 @@ def text(made: Pass, arrays: list[str]) -> str:
         starts.append(f"at_{name} = from_{name} + place * place_{name} + column * column_{name}")
     arguments += ["weights"] if made.weighted else []
     arguments += ["sums"] if made.sums else []
+    arguments += ["plane"] if made.apart else []
     arguments += "m n chunks length total directions seconds".split()
     turn = [
         "while row < last:",
         "    end = min(row + RUN, last)",
         "    run = ZERO",
+        *(f"    run_{i} = ZERO" for i in made.added),
         "    while row < end:",
         *(f"        {x}" for x in body),
         "        row += 1",
         "    value = value + run",
+        *(f"    value_{i} = value_{i} + run_{i}" for i in made.added),
     ]
     lines = [
         f"def pointwise({', '.join(arguments)}):",
@@ -208,9 +222,14 @@ def text(made: Pass, arrays: list[str]) -> str:
         "        row = (number - place * chunks) * length",
         "        last = min(row + length, m)",
         *(f"        {x}" for x in starts),
+        *(f"        value_{i} = ZERO" for i in made.added),
         *(["        value = ZERO", *(f"        {x}" for x in turn)] if made.sums else ()),
         *([] if made.sums else (f"        {x}" for x in _without_sums(body))),
         *(["        STORE_SUM(sums, number * n + column, value)"] if made.sums else ()),
+        *(
+            f"        STORE_SUM(sums, {i + 1} * plane + number * n + column, value_{i})"
+            for i in made.added
+        ),
     ]
     return "\n".join([*lines, ""])
 
@@ -237,12 +256,14 @@ def launch(
     weights: int,
     sizes: tuple[int, int, int],
     short: bool,
+    batch: int = 1,
 ) -> tuple[Launch, int]:
     """Return the launch of a pass, and the chunks of points of its column sums.
 
     `operands` has the arrays by their slots, `steps` the bytes from a member to the next one of
     those that have several, `weights` is an address, `sizes` are M, N and the places. Column sums
-    go to the slot "sums": (places, chunks, N) in the accumulator's dtype.
+    go to the slot "sums": (places, chunks, N) in the accumulator's dtype; those of directions lie
+    behind them, each (batch, chunks, N).
     """
     m, n, places = sizes
     template = _template(text(made, list(operands)))
@@ -278,5 +299,6 @@ def launch(
     total = places * chunks * n
     given |= {"m": m, "n": n, "chunks": chunks, "length": length, "total": total}
     given |= {"directions": made.directions, "seconds": made.seconds}
+    given |= {"plane": batch * chunks * n} if made.apart else {}
     grid = grid_of(total * tiling.PASS_THREADS // _THREADS, info)
     return Launch(built, grid, schema(**given)), chunks
