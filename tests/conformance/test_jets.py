@@ -390,6 +390,18 @@ def nested(x, weights, biases, directions, second, final):
 @pytest.mark.dtype("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_a_network_has_the_jets_and_gradients_of_its_layers(backend, case):
+    check_network(backend, case)
+
+
+@pytest.mark.dtype("float64")
+@pytest.mark.parametrize("case", [CASES[i] for i in (1, 4, 5, 7, 8)])
+def test_tangents_that_are_one_row_for_all_points_give_the_same(backend, case, monkeypatch):
+    """Guards: the first layer's way for many points, on arrays of a device."""
+    monkeypatch.setattr("numfuse.adapters.stacks.SHARED_BYTES", 0)
+    check_network(backend, case)
+
+
+def check_network(backend, case):
     sizes, batch, x_batch, d, s, final = case
     rng = np.random.default_rng(5)
     weights, biases = network(rng, sizes, batch=batch)

@@ -145,14 +145,20 @@ def by_rows(info, dtype, sums, n=1024):
     return rows.launch(info, whole, acc, *how)[0]
 
 
-def jet(info, dtype, backward, seconds=2, n=1024):
-    """The pass of a stacked jet of two directions, as a network has it; a backward's with sums."""
+def jet(info, dtype, backward, seconds=2, n=1024, apart=0):
+    """The pass of a stacked jet of two directions, as a network has it; a backward's with sums.
+
+    With `apart` it is that of a first layer, which adds up the columns of so many directions.
+    """
     acc = "float64" if dtype == "float64" else "float32"
     curve = ACT["tanh"].curve
     of = epilogues.layer_jet_backward(curve) if backward else epilogues.layer_jet(curve)
     of = of.each(lambda part: part.guarded())
     written = ["d_z", "d_z_dot", "d_z_ddot"] if backward else ["out", "out_dot", "out_ddot", "pre"]
-    made = jet_lines.of(of, frozenset(written), backward, (2, seconds), seconds == 1, backward)
+    written = ["d_z"] if apart else written
+    counts = apart or 2, seconds
+    how = of, frozenset(written), backward, counts, seconds == 1, backward
+    made = jet_lines.of(*how, apart > 0)
     names = sorted(made.read) + written
     width = n * (3 + seconds)
     operands = {x: Operand(acc if x[0] in "zp" else dtype, (0, width, 1), 16) for x in names}
@@ -358,6 +364,12 @@ CASES = [
                             ("float16", TURING))
         for backward in (False, True)
         for seconds in ((1, 2) if dtype == "float32" else (1,))
+    ],
+    *[
+        Case(f"jet {dtype} backward of a first layer, {count}",
+             (jet(info, dtype, True, 1, apart=count),), info, ("ld.global", "st.global"), 128)
+        for dtype, info in (("float32", HOPPER), ("float64", HOPPER), ("bfloat16", HOPPER))
+        for count in (2, 4)
     ],
     Case("rows, value by value", (by_rows(TURING, "float16", True, 1001),), TURING),
     taken("cores, an operand by rows", CORES, scaled(2048, 2048, 512, "float32", (0, 1, 0)), AMPERE,

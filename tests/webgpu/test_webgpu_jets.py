@@ -97,8 +97,7 @@ def test_a_layer_of_a_network_is_a_product_and_a_pass(submits, monkeypatch):
         submits.clear()
         results, kept = nf.mlp_jet(*given, keep=True, **how)
         layers = [x for x in submits if "jet" in x]
-        # (the first layer's directions are a product of their own, of a row each)
-        assert layers == [["gemm", "gemm", "jet"], ["gemm", "jet"]]
+        assert layers == [["gemm", "jet"]] * 2
         submits.clear()
         got = nf.mlp_jet_bwd(*on_device, *given, **how, kept=kept, needs=("weights",))
         layers = [sorted(x) for x in submits if "jet" in x]
@@ -107,6 +106,34 @@ def test_a_layer_of_a_network_is_a_product_and_a_pass(submits, monkeypatch):
         assert_close(got.d_weights, gradients.d_weights)
         if not repeated:  # from here on calls are found again
             monkeypatch.setattr(split, "run", None)
+
+
+@pytest.mark.parametrize("directions", [1, 3, 4, 5])
+@pytest.mark.parametrize("batch", [((), ()), ((2,), ()), ((), (2,)), ((2, 1), (3,))])
+def test_the_first_layers_tangents_are_a_row_each(submits, monkeypatch, directions, batch):
+    """Guards: where there are many points, no product has a row for each of their tangents."""
+    monkeypatch.setattr("numfuse.adapters.stacks.SHARED_BYTES", 0)
+    points, (of_x, of_net) = 19 + directions, batch
+    x = array(*of_x, points, 3)
+    pairs = list(itertools.pairwise((3, 9, 7, 2)))
+    weights = [array(*of_net, *pair, scale=pair[0] ** -0.5) for pair in pairs]
+    biases = [array(*of_net, 1, n) if of_net else array(n) for _, n in pairs]
+    how = {"directions": rng.standard_normal((directions, 3)), "second": np.ones((1, directions))}
+    wanted = nf.mlp_jet(x, weights, biases, **how, backend="reference")
+    grads = [array(*y.shape) for y in wanted]
+    needs = {"needs": ("x", "weights", "biases")}
+    call = x, weights, biases
+    gradients = nf.mlp_jet_bwd(*grads, *call, **how, **needs, backend="reference")
+    given, on_device = moved(list(call)), moved(grads)
+    submits.clear()
+    results, kept = nf.mlp_jet(*given, **how, keep=True)
+    first = next(y for y in submits if "jet" in y)
+    assert first.count("gemm") == 1 + (directions <= 4)
+    assert_close(results, wanted)
+    for saved in (kept, None):
+        got = nf.mlp_jet_bwd(*on_device, *given, **how, **needs, kept=saved)
+        flat = [got.d_x, *got.d_weights, *got.d_biases]
+        assert_close(flat, [gradients.d_x, *gradients.d_weights, *gradients.d_biases], 1e-4)
 
 
 def test_other_weights_are_another_program():

@@ -46,6 +46,14 @@ class Pass(NamedTuple):
     sums: bool
     #: The gradients to which all parts of a backward add.
     totals: tuple[str, ...] = ("d_z",)
+    #: Whether the gradients by directions' sums are added up by columns too, and are not stored.
+    #: (There are few directions then: each has registers of its own.)
+    apart: bool = False
+
+    @property
+    def added(self) -> range:
+        """Return the directions whose columns are added up."""
+        return range(self.directions if self.apart else 0)
 
     @property
     def read(self) -> set[str]:
@@ -72,11 +80,12 @@ def of(
     counts: tuple[int, int],
     weighted: bool,
     sums: bool,
+    apart: bool = False,
 ) -> Pass:
     """Return the pass of a jet's formulas that writes these arrays."""
-    parts = jet.parts(written, backward, *counts)
+    parts = jet.parts({*written, *(["d_z_dot"] if apart else ())}, backward, *counts)
     totals = "d_z", *sorted(x for x in written if x.startswith("d_x_"))
-    made = Pass(parts, written, backward, *counts, weighted, sums, totals)
+    made = Pass(parts, written, backward, *counts, weighted, sums, totals, apart)
     return made._replace(weighted=weighted and made.bends)
 
 
@@ -176,6 +185,8 @@ class _Text:
         work = [*self.bent(member), *self.call("direction", end), *self.call("bend", end)]
         name = "d_z_dot" if self.made.backward else "out_dot"
         work += self.added("direction", end)
+        if self.made.apart:
+            work.append(f"run_{index} = run_{index} + {self.result('direction', name, end)}")
         return _Lines(loads, work, self.store(name, self.result("direction", name, end), index))
 
     def bent(self, member: _Member) -> list[str]:
@@ -344,6 +355,7 @@ def text(made: Pass, arrays: list[str], narrow: bool) -> str:
         starts.append(f"at_{name} = from_{name} + place * place_{name} + column * column_{name}")
     arguments += ["weights"] if made.weighted else []
     arguments += ["sums"] if made.sums else []
+    arguments += ["plane"] if made.apart else []
     arguments += "m n places chunks length directions seconds".split()
     pairs = [
         f"weight_{s}_{d} = LOAD_WEIGHT(weights, {s * made.directions + d})"
@@ -376,12 +388,16 @@ def _summed(made: Pass, body: list[str], narrow: bool) -> list[str]:
         both = _Text(made).point().and_then(_Text(made, "_b").point()).whole
         both = ["row_b = row + 1", *both, "run = run + d_z", "run = run + d_z_b", "row += 2"]
         two = ["while row + 1 < end:", *_inside(both)]
-    turn = ["end = min(row + RUN, last)", "run = ZERO", *two, "while row < end:", *_inside(one)]
+    ends = ["", *(f"_{i}" for i in made.added)]
+    turn = ["end = min(row + RUN, last)", *(f"run{x} = ZERO" for x in ends)]
+    turn += [*two, "while row < end:", *_inside(one)]
+    at = "(place * chunks + number) * n + column"
     return [
         "row = number * length",
         "last = min(row + length, m)",
-        "value = ZERO",
+        *(f"value{x} = ZERO" for x in ends),
         "while row < last:",
-        *_inside([*turn, "value = value + run"]),
-        "STORE_SUM(sums, (place * chunks + number) * n + column, value)",
+        *_inside([*turn, *(f"value{x} = value{x} + run{x}" for x in ends)]),
+        f"STORE_SUM(sums, {at}, value)",
+        *(f"STORE_SUM(sums, {i + 1} * plane + {at}, value_{i})" for i in made.added),
     ]

@@ -40,12 +40,14 @@ def launch(
     weights: int,
     sizes: tuple[int, int, int],
     short: bool,
+    batch: int = 1,
 ) -> tuple[Launch, int]:
     """Return the launch of a pass, and the chunks of points of its column sums.
 
     `operands` has the arrays by their slots, `steps` the bytes from a member to the next one of
     those that have several, `weights` is an address, `sizes` are M, N and the places. Column sums
-    go to the slot "sums": (places, chunks, N) in the accumulator's dtype.
+    go to the slot "sums": (places, chunks, N) in the accumulator's dtype; those of directions lie
+    behind them, each (batch, chunks, N).
     """
     m, n, places = sizes
     threads = min(threads_of(info), _THREADS)
@@ -84,6 +86,7 @@ def launch(
     chunks = -(-m // length)
     given |= {"m": m, "n": n, "places": places, "chunks": chunks, "length": length}
     given |= {"directions": made.directions, "seconds": made.seconds}
+    given |= {"plane": batch * chunks * n} if made.apart else {}
     down = -(-chunks // (threads >> bits))
     grid = (-(-n // (1 << bits)), min(down, _MOST_BLOCKS), min(places, _MOST_BLOCKS))
     if not info.capability[0]:  # the simulator: threads take more

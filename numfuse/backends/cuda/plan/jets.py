@@ -14,10 +14,11 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from numfuse import epilogues
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import jet_lines, jets
 from numfuse.backends.cuda.kernels.elementwise import is_short
-from numfuse.backends.cuda.plan import batches, fused, places
+from numfuse.backends.cuda.plan import batches, fused, lower, places
 from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
@@ -125,7 +126,7 @@ def _row_sums(rec: Recorder, p: JetProblem, bind: Bind) -> View:
 def _left(rec: Recorder, p: JetProblem, bind: Bind) -> View:
     """Return the left operands as a tall matrix, gathered where they are no stack."""
     a = bind("a")
-    if p.stacked and not p.shared:
+    if p.stacked:
         return _tall(a, p.members, p.k)
     if p.members == 1:
         return a
@@ -133,11 +134,7 @@ def _left(rec: Recorder, p: JetProblem, bind: Bind) -> View:
     whole = rec.fresh((*a.shape[:-1], p.members * pitch), a.dtype)
     for name, part in _members(p, whole, LEFT, p.k, p.members).items():
         if name in p.arrays and 0 not in part.shape:
-            x = bind(name)
-            if p.shared and name in MEMBERS:  # (each row again and again)
-                steps = x.strides[0], *(0,) * (len(part.shape) - 2), x.strides[-1]
-                x = replace(x, shape=part.shape, strides=steps)
-            batches.copy(rec, x, part)
+            batches.copy(rec, bind(name), part)
     return _tall(whole, p.members, p.k)
 
 
@@ -170,17 +167,26 @@ def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
     elif any(name in SUMS for part in p.jet for name in part.inputs):
         arrays |= _sums(rec, p, bind)
     results, written = p.results, dict[str, View]()
-    if any(name != "d_bias" and name not in p.slopes for name in results):
+    rows = None
+    if p.shared and "d_b" in results:
+        own = bind("b").shape[:-2]
+        rows = rec.fresh((p.directions, *own, 1, p.n), format_of(p.dtype))
+        pitch = tiling.pitch(p.n, rows.itemsize)
+        q = rec.fresh((*p.batch, p.m, pitch), rows.dtype)
+        written = {"d_z": replace(q, shape=(*p.batch, p.m, p.n))}
+    elif any(name != "d_bias" and name not in p.slopes for name in results):
         q = _stack(rec, p, p.n, format_of(p.dtype))
         written = _members(p, q, Q, p.n, p.members)
     wholes = {name: rec.fresh(p.shape, acc) for name in p.slopes}
-    _pass(rec, p, bind, arrays, written | wholes, bind("d_bias"))
+    _pass(rec, p, bind, arrays, written | wholes, bind("d_bias"), rows)
     if wholes:
         there = {f"whole_{name}": x for name, x in wholes.items()}
         fused.fused(rec, p.operand_sums(), lambda name: there.get(name) or bind(name))
     if not written:
         return
-    if "d_b" in results:
+    if rows is not None:
+        _shared_gradient(rec, p, bind, written["d_z"], rows)
+    elif "d_b" in results:
         left, tall = _left(rec, p, bind), _tall(q, p.members, p.n)
         batches.product(rec, left.turned, tall, p.batch, bind("d_b"), acc, free=True)
     if p.stacked and not p.shared and "d_a" in results:
@@ -192,6 +198,21 @@ def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
             _product(rec, p, written[name], bind("b").turned, bind(f"d_{of}"), of)
 
 
+def _shared_gradient(rec: Recorder, p: JetProblem, bind: Bind, q: View, rows: View) -> None:
+    """Record d_b = A' Q + V' S, of which S are the column sums of directions' gradients."""
+    d_b, v, acc = bind("d_b"), bind("a_dot"), format_of(p.acc_dtype)
+    parts = [rec.fresh(d_b.shape, acc) for _ in range(2)]
+    batches.product(rec, bind("a").turned, q, p.batch, parts[0], acc, free=True)
+    own = rows.shape[1:-2]
+    steps = *rows.strides[1:-2], rows.strides[0], 1
+    tall = replace(rows, shape=(*own, p.directions, p.n), strides=steps)
+    v = replace(v, shape=(p.directions, p.k), strides=(v.strides[0], v.strides[-1]))
+    batches.product(rec, v.turned, tall, own, parts[1], acc)
+    made = epilogues.sum_of_terms(1)
+    sources = dict(zip(made.inputs, parts, strict=True))
+    lower.pointwise(rec, made, acc, format_of(p.dtype), sources, {"out": d_b})
+
+
 # --- the pass -------------------------------------------------------------------------------------
 def _pass(
     rec: Recorder,
@@ -200,13 +221,18 @@ def _pass(
     arrays: Mapping[str, View],
     written: Mapping[str, View],
     d_bias: View | None = None,
+    rows: View | None = None,
 ) -> None:
-    """Record a pass over points, from `arrays` to those that are written and to d_bias."""
+    """Record a pass over points, from `arrays` to those that are written and to d_bias.
+
+    To `rows`, (D, ..., 1, N), go the column sums of the gradients by directions' sums.
+    """
     acc = format_of(p.acc_dtype)
     written = {name: x for name, x in written.items() if 0 not in x.shape}
     counts, weighted = (p.directions, p.seconds), "weights" in p.arrays
     names = frozenset(written)
-    made = jet_lines.of(p.jet, names, p.backward, counts, weighted, d_bias is not None)
+    sums = d_bias is not None or rows is not None
+    made = jet_lines.of(p.jet, names, p.backward, counts, weighted, sums, rows is not None)
     if not (written or made.sums):
         return
     given = dict(arrays)
@@ -226,11 +252,21 @@ def _pass(
     weights = rec.constant(p.arrays["weights"].astype(p.acc_dtype)) if made.weighted else 0
     short, sizes = is_short(acc, format_of(p.dtype)), (p.m, p.n, spots.count)
     how = rec.device.info, made, acc, operands, steps, weights, sizes, short
-    launch, chunks = jets.launch(*how)
-    table = rec.fresh((prod(p.batch), chunks, p.n), acc) if made.sums else None
+    launch, chunks = jets.launch(*how, batch=prod(p.batch))
+    tables = 1 + len(made.added)
+    table = rec.fresh((tables, prod(p.batch), chunks, p.n), acc) if made.sums else None
     for first, at in spots:
         if table is not None:
             at["sums"] = table.at(first * chunks * p.n)
         rec.launches((launch,), at)
-    if table is not None and d_bias is not None:
-        batches.join_columns(rec, table, p.batch, chunks, d_bias, acc)
+    if table is None:
+        return
+    value = replace(table, shape=table.shape[1:], strides=table.strides[1:])
+    if d_bias is not None:
+        batches.join_columns(rec, value, p.batch, chunks, d_bias, acc)
+    if rows is not None:
+        count, *rest = p.directions * table.shape[1], *table.shape[2:]
+        offset = table.offset + table.strides[0]
+        others = replace(value, shape=(count, *rest), offset=offset)
+        target = _spread(rows, len(p.batch))
+        batches.join_columns(rec, others, (p.directions, *p.batch), chunks, target, acc)

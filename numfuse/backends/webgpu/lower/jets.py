@@ -144,22 +144,31 @@ def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
     elif any(name in SUMS for part in p.jet for name in part.inputs):
         arrays |= _sums(store, p, {})
     q, written = None, dict[str, Region]()
-    if any(name != "d_bias" and name not in p.slopes for name in outs):
+    apart = p.directions if p.shared and "d_b" in outs else 0
+    if apart:
+        q = fresh(store.device, (*p.batch, p.m, n), p.acc_dtype, "gradients of sums")
+        written = {"d_z": q}
+    elif any(name != "d_bias" and name not in p.slopes for name in outs):
         shape = (*p.batch, p.m, p.members * n)
         q = fresh(store.device, shape, p.acc_dtype, "gradients of sums")
         written = _members(p, q, Q, n)
     wholes = _wholes(store, p, outs)
-    table = _Pass(store, p, arrays, written | wholes, "d_bias" in outs).record()
+    tables = _Pass(
+        store, p, arrays, written | wholes, "d_bias" in outs or apart > 0, apart
+    ).record()
     for name, whole in wholes.items():
         out, add = outs[name]
         if whole is not out:
             add_up(store, whole, out, p.acc_dtype, add)
-    if table is not None:
-        add_up(store, table, outs["d_bias"][0], p.acc_dtype, outs["d_bias"][1])
+    if tables is not None and "d_bias" in outs:
+        add_up(store, _part(tables, 0), outs["d_bias"][0], p.acc_dtype, outs["d_bias"][1])
     if q is None:
         return
-    tall, b = _tall(q, p.members), store.source(p.arrays["b"])
-    if "d_b" in outs:
+    b = store.source(p.arrays["b"])
+    if apart and tables is not None:
+        _shared_gradient(store, p, q, tables, *outs["d_b"])
+    tall = _tall(q, 1 if apart else p.members)
+    if "d_b" in outs and not apart:
         stack = _tall(_stack(store, p), p.members)
         out, add = outs["d_b"]
         product(store, stack.turned, tall, p.batch, {"out": out}, p.acc_dtype, free=True, add=add)
@@ -172,6 +181,33 @@ def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
         if f"d_{left}" in outs and name in written:
             out, add = outs[f"d_{left}"]
             _product(store, p, written[name], b.turned, out, left, add)
+
+
+def _part(x: Region, i: int) -> Region:
+    """Return an element of the first axis."""
+    return replace(x.part(0, i, i + 1), shape=x.shape[1:], strides=x.strides[1:])
+
+
+def _shared_gradient(
+    store: Store, p: JetProblem, q: Region, tables: Region, out: Region, add: bool
+) -> None:
+    """Record d_b = A' Q + V' S, of which S are the column sums of directions' gradients."""
+    b, v = store.source(p.arrays["b"]), store.source(p.arrays["a_dot"])
+    own, acc = b.shape[:-2], p.acc_dtype
+    rows = fresh(store.device, (p.directions, *own, 1, p.n), acc, "sums of directions")
+    found = _spread(rows, len(p.batch))
+    add_up(store, tables.part(0, 1, 1 + p.directions), found, acc, False)
+    steps = *rows.strides[1:-2], rows.strides[0], 1
+    tall = replace(rows, shape=(*own, p.directions, p.n), strides=steps)
+    v = replace(v, shape=(p.directions, p.k), strides=(v.strides[0], v.strides[-1]))
+    left = store.source(p.arrays["a"]).turned
+    target = out
+    if out.dtype != acc.name:
+        target = fresh(store.device, out.shape, acc, "a sum of products")
+    product(store, left, q, p.batch, {"out": target}, acc, free=True, add=add)
+    product(store, v.turned, tall, own, {"out": target}, acc, add=True)
+    if target is not out:
+        copy(store.commands, target, out)
 
 
 def _wholes(store: Store, p: JetProblem, outs: _Outs) -> dict[str, Region]:
@@ -200,17 +236,13 @@ def _wholes(store: Store, p: JetProblem, outs: _Outs) -> dict[str, Region]:
 def _stack(store: Store, p: JetProblem) -> Region:
     """Return the left operands as a stack, gathered where they are none."""
     a = store.source(p.arrays["a"])
-    if p.stacked and not p.shared:
+    if p.stacked:
         return a
     shape = (*a.shape[:-1], p.members * p.k)
     made = fresh(store.device, shape, np.dtype(p.dtype), "a stack of left operands")
     for name, part in _members(p, made, LEFT, p.k).items():
         if name in p.arrays and 0 not in part.shape:
-            x = store.source(p.arrays[name])
-            if p.shared and name in MEMBERS:  # (each row again and again)
-                steps = x.strides[0], *(0,) * (len(part.shape) - 2), x.strides[-1]
-                x = replace(x, shape=part.shape, strides=steps)
-            copy(store.commands, x, part)
+            copy(store.commands, store.source(p.arrays[name]), part)
     return made
 
 
@@ -225,10 +257,12 @@ class _Pass:
         arrays: Mapping[str, Region],
         written: Mapping[str, Region],
         sums: bool = False,
+        apart: int = 0,
     ) -> None:
-        self.store, self.p, self.sums = store, p, sums
+        self.store, self.p, self.sums, self.apart = store, p, sums, apart
         self.written = {name: x for name, x in written.items() if 0 not in x.shape}
-        made = p.jet.parts(self.written, p.backward, p.directions, p.seconds)
+        names = {*self.written, *(["d_z_dot"] if apart else ())}
+        made = p.jet.parts(names, p.backward, p.directions, p.seconds)
         #: The formulas hold none of these, which live as long as they are asked.
         self._made = made
         self.parts = tuple(
@@ -243,7 +277,10 @@ class _Pass:
         self.read = {name: x for name, x in given.items() if name in used and 0 not in x.shape}
 
     def record(self) -> Region | None:
-        """Record the pass; return the column sums, (..., chunks, N), if they are asked for."""
+        """Record the pass; return the column sums, if they are asked for.
+
+        They are (1 + apart, ..., chunks, N): of the points, then of each direction.
+        """
         store, p = self.store, self.p
         device, acc = store.device, format_of(p.acc_dtype)
         arrays = {**self.read, **self.written}
@@ -251,7 +288,8 @@ class _Pass:
         chunks = -(-p.m // points)
         table = None
         if self.sums:
-            table = fresh(device, (*p.batch, chunks, p.n), p.acc_dtype, "column sums")
+            shape = 1 + self.apart, *p.batch, chunks, p.n
+            table = fresh(device, shape, p.acc_dtype, "column sums")
         bound, places = self._bound(arrays)
         weighted = "weights" in p.arrays and self._bends()
         limit = device.limits[BINDINGS] - weighted - self.sums
@@ -263,6 +301,7 @@ class _Pass:
             bindings["weights"] = store.numbers(p.arrays["weights"])
         values = {"m": p.m, "n": p.n, "chunks": chunks, "points": points}
         values |= {"directions": p.directions, "seconds": p.seconds}
+        values["plane"] = prod(p.batch) * chunks * p.n
         steps = []
         for name, x in arrays.items():
             lead = int(bool(loop_of(name)))
@@ -283,7 +322,7 @@ class _Pass:
             acc, p.activation.name, self.parts, members,
             tuple((name, dtype, written) for name, (_, dtype, written) in bound.items()),
             p.backward, tuple(totals), p.directions > 0, p.seconds > 0, weighted, self.sums,
-            one_rounding=device.one_rounding[acc],
+            self.apart, one_rounding=device.one_rounding[acc],
         )  # fmt: skip
         if table is not None:
             bindings["column_sums"], first = table.bound(device)

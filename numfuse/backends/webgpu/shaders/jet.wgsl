@@ -17,6 +17,9 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
     let first = (number % p.chunks) * p.points;
     let last = min(first + p.points, p.m);
     var sum = $ACC(0);
+    //$ for i in APART:
+    var sum_$i = $ACC(0);
+    //$ end
     for (var row = first; row < last; row++) {
         //$ for a in ARRAYS:
         let at_${a.name} = p.${a.name} + place * p.${a.name}_place + row * p.${a.name}_row + column * p.${a.name}_column;
@@ -32,7 +35,13 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
         var $x = ${MADE["value"].get(x, ZERO)};
         //$ end
         //$ if DIRECTIONS:
+        //$ for i in APART or [""]:
+        //$ if APART:
+        {
+            let d = ${i}u;
+        //$ else:
         for (var d = 0u; d < p.directions; d++) {
+        //$ end
             //$ if "grad_bent" in READ["direction"]:
             //$ if WEIGHTED:
             var in_grad_bent = $ZERO;
@@ -61,7 +70,11 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
             //$ if "d_z_dot" in STORE:
             ${STORE["d_z_dot"]}(${MADE["direction"].get("d_z_dot", ZERO)});
             //$ end
+            //$ if APART:
+            sum_$i += ${MADE["direction"].get("d_z_dot", ZERO)};
+            //$ end
         }
+        //$ end
         //$ end
         //$ if SECONDS:
         for (var s = 0u; s < p.seconds; s++) {
@@ -136,5 +149,8 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
     }
     //$ if SUMS:
     column_sums[p.column_sums + number * p.n + column] = sum;
+    //$ for i in APART:
+    column_sums[p.column_sums + ${i + 1} * p.plane + number * p.n + column] = sum_$i;
+    //$ end
     //$ end
 }

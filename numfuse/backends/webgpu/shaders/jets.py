@@ -53,6 +53,8 @@ class JetPass(Shader):
     #: Whether second derivatives are sums with weights; else each is of the direction of its place.
     weighted: bool
     sums: bool
+    #: Directions whose gradients are added up by columns too, each in a variable of its own.
+    apart: int = 0
     #: Whether the device's fma rounds once.
     one_rounding: bool = field(default=False, kw_only=True)
 
@@ -77,6 +79,7 @@ class JetPass(Shader):
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
         fields = ["m", "n", "chunks", "points", "total", "directions", "seconds", "column_sums"]
+        fields += ["plane"] if self.apart else []
         for x in self.arrays:
             fields += [x.name, *(f"{x.name}_{axis}" for axis in ("place", "row", "column"))]
             fields += [f"{x.name}_member"] if loop_of(x.name) else []
@@ -115,6 +118,7 @@ class JetPass(Shader):
             "STORE": {x.name: f"{at[x.name]} = {TYPES[x.dtype]}" for x in self.arrays},
             "BACKWARD": self.backward,
             "TOTALS": self.totals,
+            "APART": list(range(self.apart)),
             "DIRECTIONS": self.directions,
             "SECONDS": self.seconds,
             "WEIGHTED": self.weighted,
