@@ -105,6 +105,9 @@ class Arrays:
         """Return the results of a layer's operation."""
         return operation(*call)
 
+    def whole(self, network: DeviceNetwork, backward: bool) -> Any:
+        """Return what runs all layers in one kernel (`cuda_whole.Whole`); None: nothing does."""
+
     def product(self, a: Array, b: Array, backend: Any) -> Array:
         """Return a product of matrices."""
         return matmul_bias_activation(a, b, backend=backend)
@@ -299,7 +302,12 @@ def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
             output(name, ghost, shape, net.net.dtype, ghosts)
             ghosts[name] = ghost
         results.append(net.empty(shape) if y is None else y)
-    kept = net.run(keep, results)
+    whole = net.arrays.whole(net, False)
+    if whole is None:
+        kept = net.run(keep, results)
+    else:
+        whole.forward(results)
+        kept = Kept([], [])  # the backward makes all of it again
     found = NetworkJet(*results)
     return (found, kept) if keep else found
 
@@ -312,7 +320,12 @@ def _backward(
         net.check({name: y})
         if y is not None:
             shaped(net.arrays.ghost(y), name, shape)
-    d_x, d_weights, d_biases = net.back(grads, kept or net.run(True, None), needs)
+    whole = None if "x" in needs else net.arrays.whole(net, True)
+    if whole is not None:
+        d_x, (d_weights, d_biases) = None, whole.backward(grads)
+    else:
+        there = kept is not None and kept.inputs
+        d_x, d_weights, d_biases = net.back(grads, kept if there else net.run(True, None), needs)
     pairs = (("weights", d_weights), ("biases", d_biases))
     groups = [tuple(made) if name in needs else None for name, made in pairs]
     if "x" not in needs:

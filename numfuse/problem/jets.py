@@ -170,7 +170,7 @@ def make(
         else:
             arrays[name] = _as_matrix(like, y, sizes)
     moved = "a_ddot" in x if stack is None else stack.moved
-    jet = _formulas(activation, backward, arrays, pattern, guard, moved, stack is not None)
+    jet = formulas_of(activation, backward, arrays, pattern, guard, moved, stack is not None)
     sized: Fields = dict(zip(("m", "n", "k", "batch"), sizes, strict=False)) | counts
     sized |= {"dtype": dtype, "acc_dtype": acc, "pattern": pattern, "moved": moved}
     form: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
@@ -297,11 +297,11 @@ def outputs(out: Any, needs: tuple[str, ...], count: int) -> Sequence[Any]:
     return (*out, *(None,) * (count - len(out)))
 
 
-def _formulas(
+def formulas_of(
     f: Activation, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes, guard: bool,
     moved: bool, stacked: bool,
 ) -> Jet:  # fmt: skip
-    """Return the formulas of a call, without what is absent."""
+    """Return the formulas of a call on these arrays, without what is absent."""
     jet = layer_jet_backward(f.curve) if backward else layer_jet(f.curve)
     absent = [x for x in ("grad", "grad_dot", "grad_ddot") if x not in arrays and not stacked]
     if "bias" not in arrays or (backward and "pre" in arrays):

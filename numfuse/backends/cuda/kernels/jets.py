@@ -77,7 +77,7 @@ def of(
     return made._replace(weighted=weighted and made.bends)
 
 
-class _Text:
+class Text:
     """The lines of a pass."""
 
     def __init__(self, made: Pass) -> None:
@@ -129,7 +129,12 @@ class _Text:
             f"        {total} = {total} + weight * {term}",
         ]
 
+    def loop(self, variable: str, count: str, body: list[str]) -> list[str]:
+        """Return a loop over the members of a kind."""
+        return [f"for {variable} in range({count}):", *(f"    {x}" for x in body)]
+
     def forward(self) -> list[str]:
+        """Return the lines of a point of a forward."""
         made = self.made
         lines = [*self.call("value"), *self.store("out", self.made_by("value", "out"))]
         lines += self.store("pre", self.made_by("value", "pre"))
@@ -137,16 +142,17 @@ class _Text:
             *self.call("direction"),
             *self.store("out_dot", self.made_by("direction", "out_dot")),
         ]
-        lines += _loop("d", "directions", body) if made.directions else []
+        lines += self.loop("d", "directions", body) if made.directions else []
         body = ["total = ZERO"]
         if "bend" in made.parts:
             body = self.weighted("d", "total", "directions", self.call("bend"), "bend_bent")
         if "second" in made.parts:
             body += [*self.call("second"), "total = total + second_straight"]
         body += self.store("out_ddot", "total")
-        return lines + (_loop("s", "seconds", body) if made.seconds else [])
+        return lines + (self.loop("s", "seconds", body) if made.seconds else [])
 
     def backward(self) -> list[str]:
+        """Return the lines of a point of a backward."""
         made = self.made
         lines = [*self.call("value"), f"d_z = {self.made_by('value', 'd_z')}"]
         if made.directions:
@@ -156,21 +162,17 @@ class _Text:
                 body = self.weighted("s", "in_grad_bent", "seconds", [], term)
             body += [*self.call("direction"), f"d_z = d_z + {self.made_by('direction', 'd_z')}"]
             body += self.store("d_z_dot", self.made_by("direction", "d_z_dot"))
-            lines += _loop("d", "directions", body)
+            lines += self.loop("d", "directions", body)
         if made.seconds:
             body = [*self.call("second"), f"d_z = d_z + {self.made_by('second', 'd_z')}"]
             body += self.store("d_z_ddot", self.made_by("second", "d_z_ddot"))
-            lines += _loop("s", "seconds", body)
+            lines += self.loop("s", "seconds", body)
         return [*lines, *self.store("d_z", "d_z"), "run = run + d_z"]
-
-
-def _loop(variable: str, count: str, body: list[str]) -> list[str]:
-    return [f"for {variable} in range({count}):", *(f"    {x}" for x in body)]
 
 
 def text(made: Pass, arrays: list[str]) -> str:
     """Return the kernel of a pass over these arrays."""
-    words = _Text(made)
+    words = Text(made)
     body = words.backward() if made.backward else words.forward()
     arguments = []
     starts = []
@@ -200,13 +202,13 @@ def text(made: Pass, arrays: list[str]) -> str:
         "        last = min(row + length, m)",
         *(f"        {x}" for x in starts),
         *(["        value = ZERO", *(f"        {x}" for x in turn)] if made.sums else ()),
-        *([] if made.sums else (f"        {x}" for x in _without_sums(body))),
+        *([] if made.sums else (f"        {x}" for x in without_sums(body))),
         *(["        STORE_SUM(sums, number * n + column, value)"] if made.sums else ()),
     ]
     return "\n".join([*lines, ""])
 
 
-def _without_sums(body: list[str]) -> list[str]:
+def without_sums(body: list[str]) -> list[str]:
     """Return the lines of one point."""
     return [x for x in body if x != "run = run + d_z"]
 

@@ -1,0 +1,436 @@
+"""A whole network's jet, or its backward, as one launch: a block takes points through all layers.
+
+A block has tiles of POINTS points, a row of WIDTH values for each of their MEMBERS (the value, D
+directions, S second derivatives). A layer is a product of the tile's rows, in register tiles, and a
+pass over points, in which a thread has a column: what makes sums over points needs no other thread.
+A backward makes the forward again; the sums of a tile wait in its block's part of the workspace. In
+that order of steps two tiles in shared memory are enough: Q of a layer, and what went into it.
+
+Weight gradients are added to planes, one for each group of threads that has a part of the rows, and
+joined by the launch that follows, in a fixed order.
+"""
+
+# A kernel has no annotations but records, and its UPPER-case names are bound by the plan.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda.compile.scalars import fused
+from numfuse.backends.cuda.compile.schema import Schema
+from numfuse.backends.cuda.compile.toolchain import cuda
+from numfuse.backends.cuda.compile.unroll import unrolled
+
+i32, i64 = np.int32, np.int64
+
+#: Layers that a kernel has arguments for.
+MOST_LAYERS = 8
+
+
+@dataclass
+class Layer:
+    """Weights and bias of a layer; strides in elements. An address of 0: there is no bias."""
+
+    weights: Any
+    row: Any
+    column: Any
+    bias: Any
+    step: Any
+
+
+@dataclass
+class Layers:
+    """All layers; those behind the last are not used."""
+
+    l0: Layer
+    l1: Layer
+    l2: Layer
+    l3: Layer
+    l4: Layer
+    l5: Layer
+    l6: Layer
+    l7: Layer
+
+
+@dataclass
+class Member:
+    """A result or a cotangent: its address, 0 for none, and its strides in elements."""
+
+    address: Any
+    member: Any
+    row: Any
+    column: Any
+
+
+@dataclass
+class Members:
+    """The value, the directions and the second derivatives."""
+
+    value: Member
+    dot: Member
+    ddot: Member
+
+
+@dataclass
+class Points:
+    """The inputs: an address, strides in elements; how many there are, and a block has."""
+
+    address: Any
+    row: Any
+    column: Any
+    count: Any
+    share: Any
+
+
+def layer_of(layers: Layers, number):
+    """Return a layer: its weights, their strides, its bias and the step of that."""
+    if COUNT > 1 and number == 1:
+        return layers.l1.weights, layers.l1.row, layers.l1.column, layers.l1.bias, layers.l1.step
+    if COUNT > 2 and number == 2:
+        return layers.l2.weights, layers.l2.row, layers.l2.column, layers.l2.bias, layers.l2.step
+    if COUNT > 3 and number == 3:
+        return layers.l3.weights, layers.l3.row, layers.l3.column, layers.l3.bias, layers.l3.step
+    if COUNT > 4 and number == 4:
+        return layers.l4.weights, layers.l4.row, layers.l4.column, layers.l4.bias, layers.l4.step
+    if COUNT > 5 and number == 5:
+        return layers.l5.weights, layers.l5.row, layers.l5.column, layers.l5.bias, layers.l5.step
+    if COUNT > 6 and number == 6:
+        return layers.l6.weights, layers.l6.row, layers.l6.column, layers.l6.bias, layers.l6.step
+    if COUNT > 7 and number == 7:
+        return layers.l7.weights, layers.l7.row, layers.l7.column, layers.l7.bias, layers.l7.step
+    return layers.l0.weights, layers.l0.row, layers.l0.column, layers.l0.bias, layers.l0.step
+
+
+def width_of(layer):
+    """Return the columns of a layer's results; those of layer -1 are the inputs."""
+    found = WIDTHS[0]
+    for i in unrolled(1, COUNT + 1):
+        if layer == i - 1:
+            found = WIDTHS[i]
+    return found
+
+
+# --- what a block keeps in shared memory ----------------------------------------------------------
+def prepare(memory, t, layers: Layers, table):
+    """Write the biases, the first layer's weights and tangents, and the last layer's weights.
+
+    What is no column of a layer is 0; a bias that is not there is -0, which changes no sum.
+    """
+    for i in range(t, (COUNT - 1) * WIDTH, THREADS):
+        layer = i // WIDTH
+        n = i - layer * WIDTH
+        weights, row, column, bias, step = layer_of(layers, layer)
+        value = NOTHING
+        if bias != 0 and n < width_of(layer):
+            value = LOAD(bias, n * step)
+        POKE(memory, BIAS_AT + i, value)
+    for n in range(t, WIDTH, THREADS):
+        for d in range(DIRECTIONS):
+            moved = ZERO
+            if n < WIDTHS[1]:
+                for i in range(INPUTS):
+                    w = LOAD(layers.l0.weights, i * layers.l0.row + n * layers.l0.column)
+                    moved = fused(LOAD(table, UNITS_AT + d * INPUTS + i), w, moved)
+            POKE(memory, MOVED_AT + d * WIDTH + n, moved)
+        for i in range(INPUTS):
+            value = ZERO
+            if n < WIDTHS[1]:
+                value = LOAD(layers.l0.weights, i * layers.l0.row + n * layers.l0.column)
+            POKE(memory, FIRST_AT + i * WIDTH + n, value)
+        weights, row, column, bias, step = layer_of(layers, COUNT - 1)
+        for o in range(OUTPUTS):
+            value = ZERO
+            if n < WIDTHS[COUNT - 1]:
+                value = LOAD(weights, n * row + o * column)
+            POKE(memory, LAST_AT + o * WIDTH + n, value)
+
+
+def fetch_weights(memory, t, layers: Layers, layer, held):
+    """Bring the weights of a hidden layer to shared memory, with 0 around them."""
+    weights, row, column, bias, step = layer_of(layers, layer)
+    rows, columns = width_of(layer - 1), width_of(layer)
+    along = column == 1
+    for first in range(t, WIDTH * WIDTH, THREADS * HELD):
+        for v in unrolled(HELD):
+            i = first + v * THREADS
+            k, n = i // WIDTH, i % WIDTH
+            if not along:
+                k, n = n, k
+            held[v] = ZERO
+            if k < rows and n < columns:
+                held[v] = LOAD(weights, k * row + n * column)
+        for v in unrolled(HELD):
+            i = first + v * THREADS
+            k, n = i // WIDTH, i % WIDTH
+            if not along:
+                k, n = n, k
+            if i < WIDTH * WIDTH:
+                POKE(memory, WEIGHTS_AT + k * PITCH + n, held[v])
+
+
+def fetch_points(memory, t, x: Points, first, count):
+    """Bring the inputs of a tile to shared memory."""
+    for i in range(t, count * INPUTS, THREADS):
+        p = i // INPUTS
+        value = LOAD(x.address, (first + p) * x.row + (i - p * INPUTS) * x.column)
+        POKE(memory, INPUTS_AT + i, value)
+
+
+def place_of(ends: Members, m, point, o):
+    """Return where a member of a result, or of a cotangent, is: an address and an index."""
+    if m == 0:
+        return ends.value.address, point * ends.value.row + o * ends.value.column
+    if m <= DIRECTIONS:
+        at = (m - 1) * ends.dot.member + point * ends.dot.row + o * ends.dot.column
+        return ends.dot.address, at
+    at = (m - 1 - DIRECTIONS) * ends.ddot.member + point * ends.ddot.row + o * ends.ddot.column
+    return ends.ddot.address, at
+
+
+def fetch_cotangents(memory, t, ends: Members, first, count):
+    """Bring the cotangents of a tile to shared memory; those that are not there are 0."""
+    for i in range(t, count * (MEMBERS * OUTPUTS), THREADS):
+        row = i // OUTPUTS
+        p = row // MEMBERS
+        address, at = place_of(ends, row - p * MEMBERS, first + p, i - row * OUTPUTS)
+        value = ZERO
+        if address != 0:
+            value = LOAD(address, at)
+        POKE(memory, GRADS_AT + i, value)
+
+
+# --- passes over points ---------------------------------------------------------------------------
+def first_sums(memory, given, at, point, column):
+    """Write the sums of the first layer: those of its directions are the same for all points."""
+    value = ZERO
+    for i in unrolled(INPUTS):
+        x = PEEK(memory, INPUTS_AT + point * INPUTS + i)
+        value = fused(x, PEEK(memory, FIRST_AT + i * WIDTH + column), value)
+    given[at] = value + PEEK(memory, BIAS_AT + column)
+    for d in unrolled(DIRECTIONS):
+        given[at + 1 + d] = PEEK(memory, MOVED_AT + d * WIDTH + column)
+
+
+def write(memory, made, u, to, point, column, width):
+    """Write the members of a point from registers to a tile; 0 where there is no column."""
+    for m in unrolled(MEMBERS):
+        value = ZERO
+        if column < width:
+            value = made[u * MEMBERS + m]
+        POKE(memory, to + (point * MEMBERS + m) * PITCH + column, value)
+
+
+def first_pass(memory, t, given, made, weights, to, count):
+    """Write a tile of what the first layer gives."""
+    column, point = t % WIDTH, t // WIDTH
+    while point < count:
+        for u in unrolled(AT_ONCE):
+            first_sums(memory, given, u * GIVEN, point + u * PARTS, column)
+        for u in unrolled(AT_ONCE):
+            FIRST_ROW(given, u * GIVEN, weights, made, u * MEMBERS)
+        for u in unrolled(AT_ONCE):
+            if point + u * PARTS < count:
+                write(memory, made, u, to, point + u * PARTS, column, WIDTHS[1])
+        point += AT_ONCE * PARTS
+
+
+def inner_pass(memory, t, given, made, weights, to, count, layer, sums, again):
+    """Write a tile of what a layer gives; its sums come from the tile and are kept, or from there.
+
+    `sums` is where they are kept: the address of the layer's first.
+    """
+    column, point = t % WIDTH, t // WIDTH
+    width = width_of(layer)
+    bias = PEEK(memory, BIAS_AT + layer * WIDTH + column)
+    while point < count:
+        for u in unrolled(AT_ONCE):
+            row = (point + u * PARTS) * MEMBERS
+            for m in unrolled(MEMBERS):
+                if again:
+                    given[u * GIVEN + m] = LOAD(sums, (row + m) * WIDTH + column)
+                else:
+                    value = PEEK(memory, to + (row + m) * PITCH + column)
+                    if m == 0:
+                        value = value + bias
+                    given[u * GIVEN + m] = value
+        for u in unrolled(AT_ONCE):
+            ROW(given, u * GIVEN, weights, made, u * MEMBERS)
+        for u in unrolled(AT_ONCE):
+            if point + u * PARTS < count:
+                row = (point + u * PARTS) * MEMBERS
+                if BACKWARD:
+                    if not again:
+                        for m in unrolled(MEMBERS):
+                            STORE(sums, (row + m) * WIDTH + column, given[u * GIVEN + m])
+                write(memory, made, u, to, point + u * PARTS, column, width)
+        point += AT_ONCE * PARTS
+
+
+def cotangent(memory, row, column, layer):
+    """Return the gradient of a layer's result: of the last one by the outputs' cotangents."""
+    if layer < COUNT - 2:
+        return PEEK(memory, row * PITCH + column)
+    value = ZERO
+    for o in range(OUTPUTS):
+        w = PEEK(memory, LAST_AT + o * WIDTH + column)
+        value = fused(PEEK(memory, GRADS_AT + row * OUTPUTS + o), w, value)
+    return value
+
+
+def add_slot(memory, t, slot, value):
+    """Add to a sum that is this thread's own."""
+    at = SLOTS_AT + slot * THREADS + t
+    POKE(memory, at, PEEK(memory, at) + value)
+
+
+def last_gradients(memory, t, count):
+    """Add to the sums of the last layer: its weights' gradient and its bias's."""
+    column, first = t % WIDTH, t // WIDTH
+    for o in range(OUTPUTS):
+        total = ZERO
+        for point in range(first, count, PARTS):
+            for m in unrolled(MEMBERS):
+                row = point * MEMBERS + m
+                g = PEEK(memory, GRADS_AT + row * OUTPUTS + o)
+                total = fused(PEEK(memory, row * PITCH + column), g, total)
+        add_slot(memory, t, LAST_SLOT + o, total)
+    if column < OUTPUTS:
+        total = ZERO
+        for point in range(first, count, PARTS):
+            total = total + PEEK(memory, GRADS_AT + point * (MEMBERS * OUTPUTS) + column)
+        add_slot(memory, t, LAST_SLOT + OUTPUTS, total)
+
+
+def back_pass(memory, t, given, made, weights, count, layer, sums):
+    """Replace the gradients of a layer's results in the tile by those of its sums."""
+    column, point = t % WIDTH, t // WIDTH
+    width, total = width_of(layer), ZERO
+    while point < count:
+        for u in unrolled(AT_ONCE):
+            row = (point + u * PARTS) * MEMBERS
+            for m in unrolled(MEMBERS):
+                given[u * GIVEN + m] = LOAD(sums, (row + m) * WIDTH + column)
+                given[u * GIVEN + MEMBERS + m] = cotangent(memory, row + m, column, layer)
+        for u in unrolled(AT_ONCE):
+            ROW_BACK(given, u * GIVEN, weights, made, u * MEMBERS)
+        for u in unrolled(AT_ONCE):
+            if point + u * PARTS < count:
+                write(memory, made, u, 0, point + u * PARTS, column, width)
+                total = total + made[u * MEMBERS]
+        point += AT_ONCE * PARTS
+    add_slot(memory, t, layer, total)
+
+
+def first_back_pass(memory, t, given, made, weights, count, run):
+    """Add what the first layer has to the sums: its inputs' members but the value are constant."""
+    column, point = t % WIDTH, t // WIDTH
+    for i in unrolled(1 + INPUTS + DIRECTIONS):
+        run[i] = ZERO
+    while point < count:
+        for u in unrolled(AT_ONCE):
+            p = point + u * PARTS
+            first_sums(memory, given, u * GIVEN, p, column)
+            for m in unrolled(MEMBERS):
+                to = u * GIVEN + (1 + DIRECTIONS + m)
+                given[to] = cotangent(memory, p * MEMBERS + m, column, 0)
+        for u in unrolled(AT_ONCE):
+            FIRST_ROW_BACK(given, u * GIVEN, weights, made, u * MEMBERS)
+        for u in unrolled(AT_ONCE):
+            p = point + u * PARTS
+            if p < count:
+                q = made[u * MEMBERS]
+                run[0] = run[0] + q
+                for i in unrolled(INPUTS):
+                    run[1 + i] = fused(PEEK(memory, INPUTS_AT + p * INPUTS + i), q, run[1 + i])
+                for d in unrolled(DIRECTIONS):
+                    run[1 + INPUTS + d] = run[1 + INPUTS + d] + made[u * MEMBERS + (1 + d)]
+        point += AT_ONCE * PARTS
+    add_slot(memory, t, 0, run[0])
+    for i in unrolled(INPUTS + DIRECTIONS):
+        add_slot(memory, t, FIRST_SLOT + i, run[1 + i])
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+def own_row(t):
+    """Return the first row of a thread's tile, and the first of its warp's."""
+    if LANES:
+        warp = (t >> 5) // (ACROSS // 4) * (8 * MR)
+        return warp + ((t >> 1) & 7), warp
+    return t // ACROSS, 0
+
+
+def own_column(t):
+    """Return a thread's number along the columns."""
+    if LANES:
+        return (t >> 5) % (ACROSS // 4) * 4 + ((t & 1) | ((t >> 3) & 2))
+    return t % ACROSS
+
+
+def write_results(memory, t, layers: Layers, ends: Members, first, count):
+    """Write the results of a tile: the last layer is a product alone."""
+    weights, row_step, column_step, bias, step = layer_of(layers, COUNT - 1)
+    for i in range(t, count * (MEMBERS * OUTPUTS), THREADS):
+        row = i // OUTPUTS
+        o = i - row * OUTPUTS
+        value = ZERO
+        for k in range(0, WIDTH, FEW):
+            value = DOT(value, memory, row * PITCH + k, LAST_AT + o * WIDTH + k)
+        p = row // MEMBERS
+        m = row - p * MEMBERS
+        if m == 0 and bias != 0:
+            value = value + LOAD(bias, o * step)
+        address, at = place_of(ends, m, first + p, o)
+        STORE(address, at, value)
+
+
+def forward(x: Points, layers: Layers, table, ends: Members):
+    """Write the results of a network for a part of the points."""
+    memory = WINDOW(cuda.shared.array(0, dtype=REAL))
+    total = cuda.local.array(TOTALS, REAL)
+    given = cuda.local.array(AT_ONCE * GIVEN, REAL)
+    made = cuda.local.array(AT_ONCE * MEMBERS, REAL)
+    weights = cuda.local.array(WEIGHTS, REAL)
+    for i in unrolled(WEIGHTS):
+        weights[i] = LOAD(table, i)
+    t = cuda.threadIdx.x
+    row, warp_row = own_row(t)
+    column = own_column(t)
+    prepare(memory, t, layers, table)
+    first = cuda.blockIdx.x * x.share
+    last = min(first + x.share, x.count)
+    while first < last:
+        count = min(last - first, POINTS)
+        fetch_points(memory, t, x, first, count)
+        cuda.syncthreads()
+        if COUNT > 2:
+            fetch_weights(memory, t, layers, 1, total)
+        first_pass(memory, t, given, made, weights, 0, count)
+        cuda.syncthreads()
+        for layer in range(1, COUNT - 1):
+            CLEAR(total)
+            if warp_row < count * MEMBERS:
+                for k in range(0, WIDTH, FEW):
+                    at = WEIGHTS_AT + k * PITCH + column * FEW
+                    MULTIPLY(total, memory, row * PITCH + k, at)
+            cuda.syncthreads()
+            PUT(total, memory, row * PITCH + column * FEW)
+            cuda.syncthreads()
+            if layer < COUNT - 2:
+                fetch_weights(memory, t, layers, layer + 1, total)
+            inner_pass(memory, t, given, made, weights, 0, count, layer, table, False)
+            cuda.syncthreads()
+        write_results(memory, t, layers, ends, first, count)
+        cuda.syncthreads()
+        first += POINTS
+
+
+#: Sizes and strides are in elements.
+_ADDRESSES = "x_address table " + " ".join(
+    f"layers_l{i}_{name}" for i in range(MOST_LAYERS) for name in ("weights", "bias")
+)
+_ENDS = " ".join(f"ends_{name}_address" for name in ("value", "dot", "ddot"))
+FORWARD = Schema(forward, u64=f"{_ADDRESSES} {_ENDS}")
