@@ -32,33 +32,31 @@ class NetworkOperation(Operation):
     """A network of so many layers, its jet or the backward of it.
 
     What is constant, the directions and the weights of the second derivatives, are flags: bytes in
-    the arrays' dtype. `length` is that of a backward's one result.
+    the arrays' dtype. `length` is that of a backward's one result, or the shape of what is kept.
     """
 
     def __init__(self, layers: int, backward: bool) -> None:
         self.name, self.kind, self.backward = "mlp_jet", "network", backward
         self.layers, self.mark = layers, ("network", layers, backward)
         named = [f"{name}_{i}" for name in ("weights", "biases") for i in range(layers)]
-        grads = ["grad", "grad_dot", "grad_ddot"] if backward else []
+        grads = ["grad", "grad_dot", "grad_ddot", "kept"] if backward else []
         self.operands = ["points", *named, *grads]
         self.needs = ()
         self.flags, self.options = _FLAGS, ["activation", "out", *_FLAGS]
-        self.results = ("flat",) if backward else ("u", "u_dot", "u_ddot")
+        self.results = ("flat",) if backward else ("u", "u_dot", "u_ddot", "kept")
         self.fields = (*self.operands, *self.results)
         self.several, self.in_place = True, False
         self.problem = self._problem
 
     def _problem(
         self, activation: Activation, out: Any, guard: bool, pattern: bytes, seconds: int,
-        units: bytes, weights: bytes | None, length: int, **given: ndarray | None,
+        units: bytes, weights: bytes | None, length: tuple[int, ...] | int, **given: ndarray | None,
     ) -> NetworkProblem:  # fmt: skip
         arrays = {name: y for name, y in given.items() if y is not None}
         x = arrays["points"]
-        if self.backward:
-            results = (np.empty(length, x.dtype),)
-        else:
-            results = out
-        arrays |= zip(self.results, results, strict=True)
+        made = np.empty(length, x.dtype) if length else None
+        results = (made,) if self.backward else (*out[:3], made)
+        arrays |= {name: y for name, y in zip(self.results, results, strict=True) if y is not None}
         wide = np.frombuffer(units, x.dtype).reshape(-1, x.shape[1])
         table = None
         if weights is not None:
@@ -66,7 +64,9 @@ class NetworkOperation(Operation):
         layers = [arrays[f"weights_{i}"].shape[1] for i in range(self.layers)]
         widths = (x.shape[1], *layers)
         how = activation, widths, len(x), x.dtype, wide, table, pattern, seconds, guard
-        return NetworkProblem(*how, self.backward, arrays, tuple(results))
+        keep = "kept" in arrays
+        kept = keep and not self.backward, keep and self.backward
+        return NetworkProblem(*how, self.backward, *kept, arrays, results)
 
 
 class _Signature(JetSignature):
@@ -94,7 +94,7 @@ class Whole:
     def __init__(self, of: DeviceNetwork, sizes: Sizes, activation: Activation) -> None:
         self._of, self._sizes, self._activation = of, sizes, activation
 
-    def _run(self, grads: Sequence[Array | None] | None, length: int, out: Any) -> Any:
+    def _run(self, grads: Sequence[Array | None] | None, length: Any, out: Any) -> Any:
         of, net = self._of, self._of.net
         table = None if net.weights is None else net.weights.tobytes()
         constant = net.pattern, net.seconds, net.units.tobytes(), table
@@ -103,17 +103,20 @@ class Whole:
         operation = _operation(len(of.weights), grads is not None)
         return run(operation, operands, self._activation, flags, (), out, of.backend, _arguments)
 
-    def forward(self, out: Sequence[Array]) -> None:
-        """Write the results."""
-        self._run(None, 0, tuple(out))
+    def forward(self, out: Sequence[Array], keep: bool) -> Array | None:
+        """Write the results; return what is kept of hidden layers but the first, if anything."""
+        s, points = self._sizes, self._of.x.shape[0]
+        shape = (s.count - 2, points, s.members, s.tile.width) if keep and s.count > 2 else 0
+        kept = self._run(None, shape, tuple(out))[3]
+        return kept
 
     def backward(
-        self, grads: Sequence[Array | None]
+        self, grads: Sequence[Array | None], kept: Array | None
     ) -> tuple[list[Array | None], list[Array | None]]:
         """Return the gradients by weights and by biases: parts of one array."""
         of, s = self._of, self._sizes
         given = [None if y is not None and 0 in y.shape else y for y in grads]
-        (flat,) = self._run(given, s.flat, None)
+        (flat,) = self._run([*given, kept], s.flat, None)
         width, widths, last = s.tile.width, s.widths, s.count - 1
         rows = flat[s.squares :].reshape(s.slots, width)
         squares = flat[: s.squares].reshape(s.count - 2, width, width)

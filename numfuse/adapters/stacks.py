@@ -33,6 +33,8 @@ class Kept:
 
     inputs: list[Array]
     sums: list[Array]
+    #: What a kernel of all layers keeps instead.
+    whole: Array | None = None
 
 
 def _same(x: Any) -> Any:
@@ -303,11 +305,10 @@ def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
             ghosts[name] = ghost
         results.append(net.empty(shape) if y is None else y)
     whole = net.arrays.whole(net, False)
-    if whole is None:
+    if whole is None or (keep and net.arrays.whole(net, True) is None):
         kept = net.run(keep, results)
     else:
-        whole.forward(results)
-        kept = Kept([], [])  # the backward makes all of it again
+        kept = Kept([], [], whole.forward(results, keep))
     found = NetworkJet(*results)
     return (found, kept) if keep else found
 
@@ -322,7 +323,7 @@ def _backward(
             shaped(net.arrays.ghost(y), name, shape)
     whole = None if "x" in needs else net.arrays.whole(net, True)
     if whole is not None:
-        d_x, (d_weights, d_biases) = None, whole.backward(grads)
+        d_x, (d_weights, d_biases) = None, whole.backward(grads, kept and kept.whole)
     else:
         there = kept is not None and kept.inputs
         d_x, d_weights, d_biases = net.back(grads, kept if there else net.run(True, None), needs)

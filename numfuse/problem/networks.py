@@ -35,6 +35,10 @@ class NetworkProblem:
     seconds: int
     guard: bool
     backward: bool
+    #: Whether a forward keeps the sums of hidden layers but the first, and a backward is given them:
+    #: (layers, points, members, columns of a tile).
+    keeps: bool
+    saved: bool
     arrays: Mapping[str, ndarray]
     result: tuple[ndarray, ...]
 

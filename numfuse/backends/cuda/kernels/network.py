@@ -152,22 +152,27 @@ def prepare(memory, t, layers: Layers, table):
 def fetch_weights(memory, t, layers: Layers, layer, held):
     """Bring the weights of a hidden layer to shared memory, with 0 around them."""
     weights, row, column, bias, step = layer_of(layers, layer)
+    if WIDE_WEIGHTS:  # rows of WIDTH, by 16 bytes
+        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
+            i = (v * THREADS + t) * FEW
+            k, n = i // WIDTH, i % WIDTH
+            LOAD_FEW(held, v * FEW, weights + (k * row + n) * SIZE)
+        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
+            i = (v * THREADS + t) * FEW
+            STORE_FEW(held, v * FEW, memory, WEIGHTS_AT + i // WIDTH * PITCH + i % WIDTH)
+        return
     rows, columns = width_of(layer - 1), width_of(layer)
-    along = column == 1
+    along, across = (WIDTH, 1) if column == 1 else (1, WIDTH)
     for first in range(t, WIDTH * WIDTH, THREADS * HELD):
         for v in unrolled(HELD):
             i = first + v * THREADS
-            k, n = i // WIDTH, i % WIDTH
-            if not along:
-                k, n = n, k
+            k, n = i // along % WIDTH, i // across % WIDTH
             held[v] = ZERO
-            if k < rows and n < columns:
+            if i < WIDTH * WIDTH and k < rows and n < columns:
                 held[v] = LOAD(weights, k * row + n * column)
         for v in unrolled(HELD):
             i = first + v * THREADS
-            k, n = i // WIDTH, i % WIDTH
-            if not along:
-                k, n = n, k
+            k, n = i // along % WIDTH, i // across % WIDTH
             if i < WIDTH * WIDTH:
                 POKE(memory, WEIGHTS_AT + k * PITCH + n, held[v])
 
@@ -204,6 +209,8 @@ def fetch_cotangents(memory, t, ends: Members, first, count):
 
 
 # --- passes over points ---------------------------------------------------------------------------
+# A thread has a column of every PARTS-th point, AT_ONCE of them together. The members of these are
+# a constant number of rows apart: STRIDE from a thread's point to its next.
 def first_sums(memory, given, at, point, column):
     """Write the sums of the first layer: those of its directions are the same for all points."""
     value = ZERO
@@ -215,18 +222,20 @@ def first_sums(memory, given, at, point, column):
         given[at + 1 + d] = PEEK(memory, MOVED_AT + d * WIDTH + column)
 
 
-def write(memory, made, u, to, point, column, width):
+def write(memory, made, u, at, inside):
     """Write the members of a point from registers to a tile; 0 where there is no column."""
     for m in unrolled(MEMBERS):
-        value = ZERO
-        if column < width:
-            value = made[u * MEMBERS + m]
-        POKE(memory, to + (point * MEMBERS + m) * PITCH + column, value)
+        value = made[u * MEMBERS + m]
+        if not FULL:
+            if not inside:
+                value = ZERO
+        POKE(memory, at + (u * STRIDE + m) * PITCH, value)
 
 
 def first_pass(memory, t, given, made, weights, to, count):
     """Write a tile of what the first layer gives."""
     column, point = t % WIDTH, t // WIDTH
+    at = to + point * (MEMBERS * PITCH) + column
     while point < count:
         for u in unrolled(AT_ONCE):
             first_sums(memory, given, u * GIVEN, point + u * PARTS, column)
@@ -234,26 +243,31 @@ def first_pass(memory, t, given, made, weights, to, count):
             FIRST_ROW(given, u * GIVEN, weights, made, u * MEMBERS)
         for u in unrolled(AT_ONCE):
             if point + u * PARTS < count:
-                write(memory, made, u, to, point + u * PARTS, column, WIDTHS[1])
+                write(memory, made, u, at, column < WIDTHS[1])
         point += AT_ONCE * PARTS
+        at += AT_ONCE * STRIDE * PITCH
 
 
 def inner_pass(memory, t, given, made, weights, to, count, layer, sums, again):
     """Write a tile of what a layer gives; its sums come from the tile and are kept, or from there.
 
-    `sums` is where they are kept: the address of the layer's first.
+    `sums` is where they are kept: the address of the tile's first of this layer.
     """
     column, point = t % WIDTH, t // WIDTH
-    width = width_of(layer)
+    inside = column < width_of(layer)
     bias = PEEK(memory, BIAS_AT + layer * WIDTH + column)
+    at = to + point * (MEMBERS * PITCH) + column
+    kept = point * (MEMBERS * WIDTH) + column
     while point < count:
         for u in unrolled(AT_ONCE):
-            row = (point + u * PARTS) * MEMBERS
             for m in unrolled(MEMBERS):
                 if again:
-                    given[u * GIVEN + m] = LOAD(sums, (row + m) * WIDTH + column)
+                    value = ZERO
+                    if point + u * PARTS < count:
+                        value = LOAD(sums, kept + (u * STRIDE + m) * WIDTH)
+                    given[u * GIVEN + m] = value
                 else:
-                    value = PEEK(memory, to + (row + m) * PITCH + column)
+                    value = PEEK(memory, at + (u * STRIDE + m) * PITCH)
                     if m == 0:
                         value = value + bias
                     given[u * GIVEN + m] = value
@@ -261,24 +275,29 @@ def inner_pass(memory, t, given, made, weights, to, count, layer, sums, again):
             ROW(given, u * GIVEN, weights, made, u * MEMBERS)
         for u in unrolled(AT_ONCE):
             if point + u * PARTS < count:
-                row = (point + u * PARTS) * MEMBERS
-                if BACKWARD:
+                if KEEPS:
                     if not again:
                         for m in unrolled(MEMBERS):
-                            STORE(sums, (row + m) * WIDTH + column, given[u * GIVEN + m])
-                write(memory, made, u, to, point + u * PARTS, column, width)
+                            value = given[u * GIVEN + m]
+                            STORE(sums, kept + (u * STRIDE + m) * WIDTH, value)
+                write(memory, made, u, at, inside)
         point += AT_ONCE * PARTS
+        at += AT_ONCE * STRIDE * PITCH
+        kept += AT_ONCE * STRIDE * WIDTH
 
 
-def cotangent(memory, row, column, layer):
-    """Return the gradient of a layer's result: of the last one by the outputs' cotangents."""
-    if layer < COUNT - 2:
-        return PEEK(memory, row * PITCH + column)
-    value = ZERO
-    for o in range(OUTPUTS):
-        w = PEEK(memory, LAST_AT + o * WIDTH + column)
-        value = fused(PEEK(memory, GRADS_AT + row * OUTPUTS + o), w, value)
-    return value
+def cotangents(memory, given, to, point, at, column, last):
+    """Write the gradients of a point's results: of the last layer's by the outputs' cotangents."""
+    for m in unrolled(MEMBERS):
+        value = ZERO
+        if last:
+            for o in range(OUTPUTS):
+                w = PEEK(memory, LAST_AT + o * WIDTH + column)
+                g = PEEK(memory, GRADS_AT + (point * MEMBERS + m) * OUTPUTS + o)
+                value = fused(g, w, value)
+        else:
+            value = PEEK(memory, at + m * PITCH)
+        given[to + m] = value
 
 
 def add_slot(memory, t, slot, value):
@@ -308,35 +327,46 @@ def last_gradients(memory, t, count):
 def back_pass(memory, t, given, made, weights, count, layer, sums):
     """Replace the gradients of a layer's results in the tile by those of its sums."""
     column, point = t % WIDTH, t // WIDTH
-    width, total = width_of(layer), ZERO
+    inside, total = column < width_of(layer), ZERO
+    at = point * (MEMBERS * PITCH) + column
+    kept = point * (MEMBERS * WIDTH) + column
     while point < count:
         for u in unrolled(AT_ONCE):
-            row = (point + u * PARTS) * MEMBERS
             for m in unrolled(MEMBERS):
-                given[u * GIVEN + m] = LOAD(sums, (row + m) * WIDTH + column)
-                given[u * GIVEN + MEMBERS + m] = cotangent(memory, row + m, column, layer)
+                value = ZERO
+                if point + u * PARTS < count:
+                    value = LOAD(sums, kept + (u * STRIDE + m) * WIDTH)
+                given[u * GIVEN + m] = value
+        for u in unrolled(AT_ONCE):
+            here = at + u * STRIDE * PITCH
+            last = layer == COUNT - 2
+            cotangents(
+                memory, given, u * GIVEN + MEMBERS, point + u * PARTS, here, column, last
+            )
         for u in unrolled(AT_ONCE):
             ROW_BACK(given, u * GIVEN, weights, made, u * MEMBERS)
         for u in unrolled(AT_ONCE):
             if point + u * PARTS < count:
-                write(memory, made, u, 0, point + u * PARTS, column, width)
+                write(memory, made, u, at, inside)
                 total = total + made[u * MEMBERS]
         point += AT_ONCE * PARTS
+        at += AT_ONCE * STRIDE * PITCH
+        kept += AT_ONCE * STRIDE * WIDTH
     add_slot(memory, t, layer, total)
 
 
 def first_back_pass(memory, t, given, made, weights, count, run):
     """Add what the first layer has to the sums: its inputs' members but the value are constant."""
     column, point = t % WIDTH, t // WIDTH
+    at = point * (MEMBERS * PITCH) + column
     for i in unrolled(1 + INPUTS + DIRECTIONS):
         run[i] = ZERO
     while point < count:
         for u in unrolled(AT_ONCE):
-            p = point + u * PARTS
+            p, here = point + u * PARTS, at + u * STRIDE * PITCH
             first_sums(memory, given, u * GIVEN, p, column)
-            for m in unrolled(MEMBERS):
-                to = u * GIVEN + (1 + DIRECTIONS + m)
-                given[to] = cotangent(memory, p * MEMBERS + m, column, 0)
+            to = u * GIVEN + 1 + DIRECTIONS
+            cotangents(memory, given, to, p, here, column, COUNT == 2)
         for u in unrolled(AT_ONCE):
             FIRST_ROW_BACK(given, u * GIVEN, weights, made, u * MEMBERS)
         for u in unrolled(AT_ONCE):
@@ -349,6 +379,7 @@ def first_back_pass(memory, t, given, made, weights, count, run):
                 for d in unrolled(DIRECTIONS):
                     run[1 + INPUTS + d] = run[1 + INPUTS + d] + made[u * MEMBERS + (1 + d)]
         point += AT_ONCE * PARTS
+        at += AT_ONCE * STRIDE * PITCH
     add_slot(memory, t, 0, run[0])
     for i in unrolled(INPUTS + DIRECTIONS):
         add_slot(memory, t, FIRST_SLOT + i, run[1 + i])
@@ -387,7 +418,35 @@ def write_results(memory, t, layers: Layers, ends: Members, first, count):
         STORE(address, at, value)
 
 
-def forward(x: Points, layers: Layers, table, ends: Members):
+def hidden_layers(
+    memory, t, layers: Layers, total, given, made, weights, count, kept, layer_step
+):
+    """Make a tile of what the last hidden layer gives, of inputs that are in shared memory.
+
+    `kept` is where the sums of the tile are kept, of the second layer on, `layer_step` bytes apart.
+    """
+    row, warp_row = own_row(t)
+    column = own_column(t)
+    if COUNT > 2:
+        fetch_weights(memory, t, layers, 1, total)
+    first_pass(memory, t, given, made, weights, 0, count)
+    BARRIER()
+    for layer in range(1, COUNT - 1):
+        CLEAR(total)
+        if warp_row < count * MEMBERS:
+            for k in range(0, WIDTH, FEW):
+                MULTIPLY(total, memory, row * PITCH + k, WEIGHTS_AT + k * PITCH + column * FEW)
+        BARRIER()
+        PUT(total, memory, row * PITCH + column * FEW)
+        BARRIER()
+        if layer < COUNT - 2:
+            fetch_weights(memory, t, layers, layer + 1, total)
+        sums = kept + (layer - 1) * layer_step
+        inner_pass(memory, t, given, made, weights, 0, count, layer, sums, False)
+        BARRIER()
+
+
+def forward(x: Points, layers: Layers, table, ends: Members, kept, layer_step):
     """Write the results of a network for a part of the points."""
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     total = cuda.local.array(TOTALS, REAL)
@@ -397,40 +456,23 @@ def forward(x: Points, layers: Layers, table, ends: Members):
     for i in unrolled(WEIGHTS):
         weights[i] = LOAD(table, i)
     t = cuda.threadIdx.x
-    row, warp_row = own_row(t)
-    column = own_column(t)
     prepare(memory, t, layers, table)
     first = cuda.blockIdx.x * x.share
     last = min(first + x.share, x.count)
     while first < last:
         count = min(last - first, POINTS)
         fetch_points(memory, t, x, first, count)
-        cuda.syncthreads()
-        if COUNT > 2:
-            fetch_weights(memory, t, layers, 1, total)
-        first_pass(memory, t, given, made, weights, 0, count)
-        cuda.syncthreads()
-        for layer in range(1, COUNT - 1):
-            CLEAR(total)
-            if warp_row < count * MEMBERS:
-                for k in range(0, WIDTH, FEW):
-                    at = WEIGHTS_AT + k * PITCH + column * FEW
-                    MULTIPLY(total, memory, row * PITCH + k, at)
-            cuda.syncthreads()
-            PUT(total, memory, row * PITCH + column * FEW)
-            cuda.syncthreads()
-            if layer < COUNT - 2:
-                fetch_weights(memory, t, layers, layer + 1, total)
-            inner_pass(memory, t, given, made, weights, 0, count, layer, table, False)
-            cuda.syncthreads()
+        BARRIER()
+        tile = kept + first * POINT_KEPT
+        hidden_layers(memory, t, layers, total, given, made, weights, count, tile, layer_step)
         write_results(memory, t, layers, ends, first, count)
-        cuda.syncthreads()
+        BARRIER()
         first += POINTS
 
 
 #: Sizes and strides are in elements.
-_ADDRESSES = "x_address table " + " ".join(
+ADDRESSES = "x_address table " + " ".join(
     f"layers_l{i}_{name}" for i in range(MOST_LAYERS) for name in ("weights", "bias")
 )
-_ENDS = " ".join(f"ends_{name}_address" for name in ("value", "dot", "ddot"))
-FORWARD = Schema(forward, u64=f"{_ADDRESSES} {_ENDS}")
+ENDS = " ".join(f"ends_{name}_address" for name in ("value", "dot", "ddot"))
+FORWARD = Schema(forward, u64=f"{ADDRESSES} {ENDS}", i64="kept")

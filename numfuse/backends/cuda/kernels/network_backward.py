@@ -11,8 +11,8 @@ from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.network import (
-    _ADDRESSES,
-    _ENDS,
+    ADDRESSES,
+    ENDS,
     Layers,
     Members,
     Points,
@@ -23,6 +23,7 @@ from numfuse.backends.cuda.kernels.network import (
     fetch_weights,
     first_back_pass,
     first_pass,
+    hidden_layers,
     inner_pass,
     last_gradients,
     own_column,
@@ -54,8 +55,15 @@ def add_weights(memory, t, total, before, plane, rows, fresh):
     team = t // TEAM
     part = (rows + (TEAMS - 1)) // TEAMS
     CLEAR(total)
-    for row in range(team * part, min(rows, team * part + part)):
-        MULTIPLY_OUTER(total, memory, OTHER_AT + row * PITCH + down, row * PITCH + across)
+    row, end = team * part, min(rows, team * part + part)
+    while row + 4 <= end:
+        for i in unrolled(4):
+            here = (row + i) * PITCH
+            MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
+        row += 4
+    while row < end:
+        MULTIPLY_OUTER(total, memory, row * PITCH + OTHER_AT + down, row * PITCH + across)
+        row += 1
     ADD_SQUARE(total, before, at)
 
 
@@ -82,7 +90,9 @@ def write_slots(memory, t, table, slots):
         column += THREADS
 
 
-def backward(x: Points, layers: Layers, table, ends: Members, kept, planes, slots):
+def backward(
+    x: Points, layers: Layers, table, ends: Members, kept, layer_step, planes, slots
+):
     """Add up a network's gradients by weights and biases for a part of the points."""
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     total = cuda.local.array(TOTALS, REAL)
@@ -97,7 +107,6 @@ def backward(x: Points, layers: Layers, table, ends: Members, kept, planes, slot
     row, warp_row = own_row(t)
     column = own_column(t)
     block = cuda.blockIdx.x
-    kept = kept + block * KEPT
     plane = planes + (block * TEAMS + t // TEAM) * PLANE
     prepare(memory, t, layers, table)
     for slot in range(SLOTS):
@@ -110,54 +119,46 @@ def backward(x: Points, layers: Layers, table, ends: Members, kept, planes, slot
         rows = count * MEMBERS
         fetch_points(memory, t, x, first, count)
         fetch_cotangents(memory, t, ends, first, count)
-        cuda.syncthreads()
-        # the forward: a layer's sums are kept in memory, and its weights stay where they are
-        if COUNT > 2:
-            fetch_weights(memory, t, layers, 1, total)
-        first_pass(memory, t, given, made, weights, 0, count)
-        cuda.syncthreads()
-        for layer in range(1, COUNT - 1):
-            CLEAR(total)
-            if warp_row < rows:
-                for k in range(0, WIDTH, FEW):
-                    at = WEIGHTS_AT + k * PITCH + column * FEW
-                    MULTIPLY(total, memory, row * PITCH + k, at)
-            cuda.syncthreads()
-            PUT(total, memory, row * PITCH + column * FEW)
-            cuda.syncthreads()
-            if layer < COUNT - 2:
-                fetch_weights(memory, t, layers, layer + 1, total)
-            sums = kept + (layer - 1) * LAYER_KEPT
-            inner_pass(memory, t, given, made, weights, 0, count, layer, sums, False)
-            cuda.syncthreads()
+        BARRIER()
+        tile = kept + (first * POINT_KEPT if SAVED else block * BLOCK_KEPT)
+        if SAVED:
+            fetch_weights(memory, t, layers, COUNT - 2, total)
+            sums = tile + (COUNT - 3) * layer_step
+            inner_pass(memory, t, given, made, weights, 0, count, COUNT - 2, sums, True)
+            BARRIER()
+        else:
+            # the forward again; the last hidden layer's weights stay where they are
+            hidden_layers(
+                memory, t, layers, total, given, made, weights, count, tile, layer_step
+            )
         last_gradients(memory, t, count)
         layer = COUNT - 2
         while layer > 0:
             # Q of this layer, in place, and what went into the layer, beside it
-            sums = kept + (layer - 1) * LAYER_KEPT
+            sums = tile + (layer - 1) * layer_step
             back_pass(memory, t, given, made, weights, count, layer, sums)
             if layer > 1:
-                sums = kept + (layer - 2) * LAYER_KEPT
+                sums = tile + (layer - 2) * layer_step
                 inner_pass(
                     memory, t, given, made, weights, OTHER_AT, count, layer - 1, sums, True
                 )
             else:
                 first_pass(memory, t, given, made, weights, OTHER_AT, count)
-            cuda.syncthreads()
+            BARRIER()
             add_weights(memory, t, total, before, plane + (layer - 1) * SQUARE, rows, fresh)
             CLEAR(total)
             if warp_row < rows:
                 for k in range(0, WIDTH, FEW):
                     at = WEIGHTS_AT + column * PITCH + k
                     MULTIPLY_BACK(total, memory, row * PITCH + k, at)
-            cuda.syncthreads()
+            BARRIER()
             PUT_BACK(total, memory, row * PITCH + column)
             if layer > 1:
                 fetch_weights(memory, t, layers, layer - 1, total)
-            cuda.syncthreads()
+            BARRIER()
             layer -= 1
         first_back_pass(memory, t, given, made, weights, count, run)
-        cuda.syncthreads()
+        BARRIER()
         fresh = False
         first += POINTS
     if fresh:  # a block without points adds nothing
@@ -167,9 +168,9 @@ def backward(x: Points, layers: Layers, table, ends: Members, kept, planes, slot
             down, across = own_square(t)
             at = plane + (layer - 1) * SQUARE + (down * WIDTH + across) * SIZE
             ADD_SQUARE(total, before, at)
-    cuda.syncthreads()
+    BARRIER()
     write_slots(memory, t, table, slots + block * (SLOTS * WIDTH * SIZE))
 
 
 #: Sizes and strides are in elements, `kept`, `planes` and `slots` are addresses.
-BACKWARD = Schema(backward, u64=f"{_ADDRESSES} {_ENDS} kept slots")
+BACKWARD = Schema(backward, u64=f"{ADDRESSES} {ENDS} slots")

@@ -10,9 +10,11 @@ Python for Numba's simulator, where it is an array.
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 from typing import Any
 
+from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.accesses import read_vector, write_vector
 from numfuse.backends.cuda.compile.intrinsics import (
     ACCUMULATORS,
@@ -20,6 +22,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     GLOBAL,
     I32,
     I64,
+    block_barrier,
     fused,
     intrinsic_of,
     read_registers,
@@ -254,8 +257,6 @@ def load_square(tile: Tile) -> Any:
             write_registers(builder, sums, at, values)
 
     def simulated(sums, address):
-        from numfuse.backends.cuda.compile import elements
-
         for at, offset in _square(tile):
             for i in range(tile.few):
                 sums[at + i] = elements.loads(tile.real)(address, offset + i)
@@ -276,8 +277,6 @@ def add_square(tile: Tile) -> Any:
             write_vector(builder, where, 0, values, GLOBAL)
 
     def simulated(sums, before, address):
-        from numfuse.backends.cuda.compile import elements
-
         for at, offset in _square(tile):
             for i in range(tile.few):
                 elements.stores(tile.real)(address, offset + i, sums[at + i] + before[at + i])
@@ -326,18 +325,56 @@ def poke(tile: Tile) -> Any:
     return _made("poke", tile, f"rr{ACCUMULATORS[tile.real]}", body, simulated)
 
 
+@functools.cache
+def load_few(tile: Tile) -> Any:
+    """``load(registers, i, address)``: 16 bytes of memory to registers from i on."""
+    kind, _ = FORMATS[tile.real]
+
+    def body(builder, held, first, address):
+        values = read_vector(builder, address, 0, kind, tile.few, GLOBAL)
+        write_registers(builder, held, first, values)
+
+    def simulated(held, first, address):
+        for i in range(tile.few):
+            held[first + i] = elements.loads(tile.real)(address, i)
+
+    return _made("load_few", tile, "anl", body, simulated)
+
+
+@functools.cache
+def store_few(tile: Tile) -> Any:
+    """``store(registers, i, memory, at)``: registers from i on to 16 bytes of shared memory."""
+
+    def body(builder, held, first, memory, at):
+        values = read_registers(builder, held, first, tile.few)
+        write_vector(builder, _place(builder, memory, at, tile.real), 0, values)
+
+    def simulated(held, first, memory, at):
+        for i in range(tile.few):
+            memory[at + i] = held[first + i]
+
+    return _made("store_few", tile, "anrr", body, simulated)
+
+
 def _itself(shared: Any) -> Any:
     return shared
 
 
-#: Shared memory as the functions here take it.
+def _wait() -> None:
+    thread: Any = threading.current_thread()
+    thread.syncthreads()
+
+
+#: Shared memory as the functions here take it; a barrier that device functions may have, too.
 window: Any = _itself if SIMULATED else shared_address
+barrier: Any = _wait if SIMULATED else block_barrier
 
 
 def bindings(tile: Tile) -> dict[str, Any]:
     """Return the functions of a tile, by the names that the kernel has for them."""
     return {
         "WINDOW": window,
+        "BARRIER": barrier,
         "MULTIPLY": rows_by_columns(tile),
         "MULTIPLY_BACK": rows_by_rows(tile),
         "MULTIPLY_OUTER": columns_by_columns(tile),
@@ -346,6 +383,8 @@ def bindings(tile: Tile) -> dict[str, Any]:
         "PUT_BACK": put_apart(tile),
         "LOAD_SQUARE": load_square(tile),
         "ADD_SQUARE": add_square(tile),
+        "LOAD_FEW": load_few(tile),
+        "STORE_FEW": store_few(tile),
         "CLEAR": clear(tile),
         "PEEK": peek(tile),
         "POKE": poke(tile),

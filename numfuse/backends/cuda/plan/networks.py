@@ -199,7 +199,6 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SIZE": itemsize,
         "LOAD": elements.loads(real),
         "STORE": elements.stores(real),
-        "BACKWARD": p.backward,
         "FIRST_ROW": row(*how, False, False),
         "ROW": row(*how, False, p.seconds > 0),
         "FIRST_ROW_BACK": row(*how, True, False),
@@ -210,8 +209,12 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SQUARE_ACROSS": tile.width // tile.nr,
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
         "PLANE": s.squares * itemsize,
-        "LAYER_KEPT": s.rows * tile.width * itemsize,
-        "KEPT": (hidden - 1) * s.rows * tile.width * itemsize,
+        "FULL": all(width == tile.width for width in s.widths[1:-1]),
+        "STRIDE": s.threads // tile.width * s.members,
+        "KEEPS": p.keeps or (p.backward and not p.saved),
+        "SAVED": p.saved,
+        "POINT_KEPT": s.members * tile.width * itemsize,
+        "BLOCK_KEPT": (hidden - 1) * s.rows * tile.width * itemsize,
         "SLOTS": s.slots,
         "FIRST_SLOT": hidden,
         "LAST_SLOT": hidden + inputs + p.directions,
@@ -222,6 +225,19 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
 def _steps(x: View, count: int) -> tuple[int, ...]:
     """Return the last strides of an array, 0 for axes that it lacks."""
     return (0,) * (count - len(x.strides)) + x.strides[-count:]
+
+
+def _wide(s: Sizes, inner: list[View]) -> bool:
+    """Return whether the weights between hidden layers fill a tile, and come by 16 bytes."""
+    few, width = s.tile.few, s.tile.width
+    if width * width % (few * s.threads) or width * width // s.threads > s.tile.sums:
+        return False
+    return all(
+        w.shape == (width, width)
+        and w.strides[1] == 1
+        and w.aligned((w.strides[0],)) >= few * w.itemsize
+        for w in inner
+    )
 
 
 def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
@@ -262,25 +278,34 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     x = known("points")
     blocks = s.resident * info.multiprocessors
     least = s.threads // s.tile.width * s.at_once
-    share = tiling.round_up(-(-p.count // blocks), least)
+    share = max(-(-p.count // blocks), least)
     grid = -(-p.count // share)
     table = np.zeros(max(1, p.seconds * p.directions), p.dtype)
     if p.weights is not None and p.weights.size:
         table[: p.weights.size] = p.weights.ravel()
     table = np.concatenate([table, p.units.astype(p.dtype).ravel()])
+    inner = s.rows * s.tile.width * itemsize
+    whole = p.count * s.members * s.tile.width * itemsize
     given: dict[str, Any] = {
+        "kept": 0,
+        "layer_step": whole if p.saved or p.keeps else inner,
         "x": Points(slot("x", x), *x.strides, p.count, share),
         "layers": Layers(*layers),
         "table": rec.constant(table),
         "ends": Members(*ends),
     }
+    if p.saved or p.keeps:
+        given["kept"] = slot("kept", known("kept"))
+    bindings = _bindings(rec, p, s, real)
+    bindings["WIDE_WEIGHTS"] = _wide(s, [known(f"weights_{i}") for i in range(1, s.count - 1)])
     if p.backward:
-        bindings = _bindings(rec, p, s, real)
         teams = grid * bindings["TEAMS"]
-        kept = rec.fresh((grid * bindings["KEPT"] // itemsize,), real)
+        if not p.saved:
+            kept = rec.fresh((grid * bindings["BLOCK_KEPT"] // itemsize,), real)
+            given |= {"kept": slot("kept", kept)}
         planes = rec.fresh((teams, s.squares), real)
         slots = rec.fresh((grid, s.slots * s.tile.width), real)
-        given |= {"kept": slot("kept", kept), "planes": slot("planes", planes)}
+        given |= {"planes": slot("planes", planes)}
         given |= {"slots": slot("slots", slots)}
         _launch(rec, p, s, backward, BACKWARD, bindings, grid, given, at)
         flat = known("flat")
@@ -291,7 +316,7 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
             if length:
                 _join(rec, real, table_, flat, number, length, first)
         return
-    _launch(rec, p, s, forward, FORWARD, _bindings(rec, p, s, real), grid, given, at)
+    _launch(rec, p, s, forward, FORWARD, bindings, grid, given, at)
 
 
 def _launch(
