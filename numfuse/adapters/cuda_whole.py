@@ -99,7 +99,7 @@ class Whole:
         table = None if net.weights is None else net.weights.tobytes()
         constant = net.pattern, net.seconds, net.units.tobytes(), table
         operands = of.x, *of.weights, *of.biases, *(grads or ())
-        flags = net.guard, *constant, length
+        flags: Any = (net.guard, *constant, length)
         operation = _operation(len(of.weights), grads is not None)
         return run(operation, operands, self._activation, flags, (), out, of.backend, _arguments)
 

@@ -35,7 +35,7 @@ class NetworkProblem:
     seconds: int
     guard: bool
     backward: bool
-    #: Whether a forward keeps the sums of hidden layers but the first, and a backward is given them:
+    #: Whether a forward keeps the sums of hidden layers but the first; whether a backward has them:
     #: (layers, points, members, columns of a tile).
     keeps: bool
     saved: bool

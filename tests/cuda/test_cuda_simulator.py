@@ -52,7 +52,7 @@ RUNS = {
     for file, chosen in FILES.items()
 }
 ARRAYS = suite("cuda/test_cuda_arrays.py", "tests/cuda/test_cuda_frames.py",
-               "tests/cuda/test_cuda_fused.py")  # fmt: skip
+               "tests/cuda/test_cuda_fused.py", "tests/cuda/test_cuda_networks.py")  # fmt: skip
 
 
 def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():

@@ -24,6 +24,7 @@ from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.network_passes import first_pass, inner_pass, width_of
 
 i32, i64 = np.int32, np.int64
 
@@ -105,15 +106,6 @@ def layer_of(layers: Layers, number):
     return layers.l0.weights, layers.l0.row, layers.l0.column, layers.l0.bias, layers.l0.step
 
 
-def width_of(layer):
-    """Return the columns of a layer's results; those of layer -1 are the inputs."""
-    found = WIDTHS[0]
-    for i in unrolled(1, COUNT + 1):
-        if layer == i - 1:
-            found = WIDTHS[i]
-    return found
-
-
 # --- what a block keeps in shared memory ----------------------------------------------------------
 def prepare(memory, t, layers: Layers, table):
     """Write the biases, the first layer's weights and tangents, and the last layer's weights.
@@ -151,8 +143,19 @@ def prepare(memory, t, layers: Layers, table):
 
 def fetch_weights(memory, t, layers: Layers, layer, held):
     """Bring the weights of a hidden layer to shared memory, with 0 around them."""
-    weights, row, column, bias, step = layer_of(layers, layer)
-    if WIDE_WEIGHTS:  # rows of WIDTH, by 16 bytes
+    weights, row, column, _bias, _step = layer_of(layers, layer)
+    if WIDE_WEIGHTS == "columns":  # runs of memory along K: neighbouring threads have other columns
+        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
+            i = v * THREADS + t
+            n, k = i % WIDTH, i // WIDTH * FEW
+            LOAD_FEW(held, v * FEW, weights + (k + n * column) * SIZE)
+        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
+            i = v * THREADS + t
+            at = WEIGHTS_AT + i // WIDTH * (FEW * PITCH) + i % WIDTH
+            for j in unrolled(FEW):
+                POKE(memory, at + j * PITCH, held[v * FEW + j])
+        return
+    if WIDE_WEIGHTS == "rows":
         for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
             i = (v * THREADS + t) * FEW
             k, n = i // WIDTH, i % WIDTH
@@ -208,183 +211,6 @@ def fetch_cotangents(memory, t, ends: Members, first, count):
         POKE(memory, GRADS_AT + i, value)
 
 
-# --- passes over points ---------------------------------------------------------------------------
-# A thread has a column of every PARTS-th point, AT_ONCE of them together. The members of these are
-# a constant number of rows apart: STRIDE from a thread's point to its next.
-def first_sums(memory, given, at, point, column):
-    """Write the sums of the first layer: those of its directions are the same for all points."""
-    value = ZERO
-    for i in unrolled(INPUTS):
-        x = PEEK(memory, INPUTS_AT + point * INPUTS + i)
-        value = fused(x, PEEK(memory, FIRST_AT + i * WIDTH + column), value)
-    given[at] = value + PEEK(memory, BIAS_AT + column)
-    for d in unrolled(DIRECTIONS):
-        given[at + 1 + d] = PEEK(memory, MOVED_AT + d * WIDTH + column)
-
-
-def write(memory, made, u, at, inside):
-    """Write the members of a point from registers to a tile; 0 where there is no column."""
-    for m in unrolled(MEMBERS):
-        value = made[u * MEMBERS + m]
-        if not FULL:
-            if not inside:
-                value = ZERO
-        POKE(memory, at + (u * STRIDE + m) * PITCH, value)
-
-
-def first_pass(memory, t, given, made, weights, to, count):
-    """Write a tile of what the first layer gives."""
-    column, point = t % WIDTH, t // WIDTH
-    at = to + point * (MEMBERS * PITCH) + column
-    while point < count:
-        for u in unrolled(AT_ONCE):
-            first_sums(memory, given, u * GIVEN, point + u * PARTS, column)
-        for u in unrolled(AT_ONCE):
-            FIRST_ROW(given, u * GIVEN, weights, made, u * MEMBERS)
-        for u in unrolled(AT_ONCE):
-            if point + u * PARTS < count:
-                write(memory, made, u, at, column < WIDTHS[1])
-        point += AT_ONCE * PARTS
-        at += AT_ONCE * STRIDE * PITCH
-
-
-def inner_pass(memory, t, given, made, weights, to, count, layer, sums, again):
-    """Write a tile of what a layer gives; its sums come from the tile and are kept, or from there.
-
-    `sums` is where they are kept: the address of the tile's first of this layer.
-    """
-    column, point = t % WIDTH, t // WIDTH
-    inside = column < width_of(layer)
-    bias = PEEK(memory, BIAS_AT + layer * WIDTH + column)
-    at = to + point * (MEMBERS * PITCH) + column
-    kept = point * (MEMBERS * WIDTH) + column
-    while point < count:
-        for u in unrolled(AT_ONCE):
-            for m in unrolled(MEMBERS):
-                if again:
-                    value = ZERO
-                    if point + u * PARTS < count:
-                        value = LOAD(sums, kept + (u * STRIDE + m) * WIDTH)
-                    given[u * GIVEN + m] = value
-                else:
-                    value = PEEK(memory, at + (u * STRIDE + m) * PITCH)
-                    if m == 0:
-                        value = value + bias
-                    given[u * GIVEN + m] = value
-        for u in unrolled(AT_ONCE):
-            ROW(given, u * GIVEN, weights, made, u * MEMBERS)
-        for u in unrolled(AT_ONCE):
-            if point + u * PARTS < count:
-                if KEEPS:
-                    if not again:
-                        for m in unrolled(MEMBERS):
-                            value = given[u * GIVEN + m]
-                            STORE(sums, kept + (u * STRIDE + m) * WIDTH, value)
-                write(memory, made, u, at, inside)
-        point += AT_ONCE * PARTS
-        at += AT_ONCE * STRIDE * PITCH
-        kept += AT_ONCE * STRIDE * WIDTH
-
-
-def cotangents(memory, given, to, point, at, column, last):
-    """Write the gradients of a point's results: of the last layer's by the outputs' cotangents."""
-    for m in unrolled(MEMBERS):
-        value = ZERO
-        if last:
-            for o in range(OUTPUTS):
-                w = PEEK(memory, LAST_AT + o * WIDTH + column)
-                g = PEEK(memory, GRADS_AT + (point * MEMBERS + m) * OUTPUTS + o)
-                value = fused(g, w, value)
-        else:
-            value = PEEK(memory, at + m * PITCH)
-        given[to + m] = value
-
-
-def add_slot(memory, t, slot, value):
-    """Add to a sum that is this thread's own."""
-    at = SLOTS_AT + slot * THREADS + t
-    POKE(memory, at, PEEK(memory, at) + value)
-
-
-def last_gradients(memory, t, count):
-    """Add to the sums of the last layer: its weights' gradient and its bias's."""
-    column, first = t % WIDTH, t // WIDTH
-    for o in range(OUTPUTS):
-        total = ZERO
-        for point in range(first, count, PARTS):
-            for m in unrolled(MEMBERS):
-                row = point * MEMBERS + m
-                g = PEEK(memory, GRADS_AT + row * OUTPUTS + o)
-                total = fused(PEEK(memory, row * PITCH + column), g, total)
-        add_slot(memory, t, LAST_SLOT + o, total)
-    if column < OUTPUTS:
-        total = ZERO
-        for point in range(first, count, PARTS):
-            total = total + PEEK(memory, GRADS_AT + point * (MEMBERS * OUTPUTS) + column)
-        add_slot(memory, t, LAST_SLOT + OUTPUTS, total)
-
-
-def back_pass(memory, t, given, made, weights, count, layer, sums):
-    """Replace the gradients of a layer's results in the tile by those of its sums."""
-    column, point = t % WIDTH, t // WIDTH
-    inside, total = column < width_of(layer), ZERO
-    at = point * (MEMBERS * PITCH) + column
-    kept = point * (MEMBERS * WIDTH) + column
-    while point < count:
-        for u in unrolled(AT_ONCE):
-            for m in unrolled(MEMBERS):
-                value = ZERO
-                if point + u * PARTS < count:
-                    value = LOAD(sums, kept + (u * STRIDE + m) * WIDTH)
-                given[u * GIVEN + m] = value
-        for u in unrolled(AT_ONCE):
-            here = at + u * STRIDE * PITCH
-            last = layer == COUNT - 2
-            cotangents(
-                memory, given, u * GIVEN + MEMBERS, point + u * PARTS, here, column, last
-            )
-        for u in unrolled(AT_ONCE):
-            ROW_BACK(given, u * GIVEN, weights, made, u * MEMBERS)
-        for u in unrolled(AT_ONCE):
-            if point + u * PARTS < count:
-                write(memory, made, u, at, inside)
-                total = total + made[u * MEMBERS]
-        point += AT_ONCE * PARTS
-        at += AT_ONCE * STRIDE * PITCH
-        kept += AT_ONCE * STRIDE * WIDTH
-    add_slot(memory, t, layer, total)
-
-
-def first_back_pass(memory, t, given, made, weights, count, run):
-    """Add what the first layer has to the sums: its inputs' members but the value are constant."""
-    column, point = t % WIDTH, t // WIDTH
-    at = point * (MEMBERS * PITCH) + column
-    for i in unrolled(1 + INPUTS + DIRECTIONS):
-        run[i] = ZERO
-    while point < count:
-        for u in unrolled(AT_ONCE):
-            p, here = point + u * PARTS, at + u * STRIDE * PITCH
-            first_sums(memory, given, u * GIVEN, p, column)
-            to = u * GIVEN + 1 + DIRECTIONS
-            cotangents(memory, given, to, p, here, column, COUNT == 2)
-        for u in unrolled(AT_ONCE):
-            FIRST_ROW_BACK(given, u * GIVEN, weights, made, u * MEMBERS)
-        for u in unrolled(AT_ONCE):
-            p = point + u * PARTS
-            if p < count:
-                q = made[u * MEMBERS]
-                run[0] = run[0] + q
-                for i in unrolled(INPUTS):
-                    run[1 + i] = fused(PEEK(memory, INPUTS_AT + p * INPUTS + i), q, run[1 + i])
-                for d in unrolled(DIRECTIONS):
-                    run[1 + INPUTS + d] = run[1 + INPUTS + d] + made[u * MEMBERS + (1 + d)]
-        point += AT_ONCE * PARTS
-        at += AT_ONCE * STRIDE * PITCH
-    add_slot(memory, t, 0, run[0])
-    for i in unrolled(INPUTS + DIRECTIONS):
-        add_slot(memory, t, FIRST_SLOT + i, run[1 + i])
-
-
 # --- the kernel -----------------------------------------------------------------------------------
 def own_row(t):
     """Return the first row of a thread's tile, and the first of its warp's."""
@@ -403,7 +229,7 @@ def own_column(t):
 
 def write_results(memory, t, layers: Layers, ends: Members, first, count):
     """Write the results of a tile: the last layer is a product alone."""
-    weights, row_step, column_step, bias, step = layer_of(layers, COUNT - 1)
+    _weights, _row, _column, bias, step = layer_of(layers, COUNT - 1)
     for i in range(t, count * (MEMBERS * OUTPUTS), THREADS):
         row = i // OUTPUTS
         o = i - row * OUTPUTS
@@ -418,9 +244,7 @@ def write_results(memory, t, layers: Layers, ends: Members, first, count):
         STORE(address, at, value)
 
 
-def hidden_layers(
-    memory, t, layers: Layers, total, given, made, weights, count, kept, layer_step
-):
+def hidden_layers(memory, t, layers: Layers, total, given, made, weights, count, kept, layer_step):
     """Make a tile of what the last hidden layer gives, of inputs that are in shared memory.
 
     `kept` is where the sums of the tile are kept, of the second layer on, `layer_step` bytes apart.

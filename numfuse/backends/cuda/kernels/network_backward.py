@@ -5,8 +5,6 @@
 # ruff: noqa: F821
 from __future__ import annotations
 
-import numpy as np
-
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
@@ -16,22 +14,21 @@ from numfuse.backends.cuda.kernels.network import (
     Layers,
     Members,
     Points,
-    add_slot,
-    back_pass,
     fetch_cotangents,
     fetch_points,
     fetch_weights,
-    first_back_pass,
-    first_pass,
     hidden_layers,
-    inner_pass,
-    last_gradients,
     own_column,
     own_row,
     prepare,
 )
-
-i32, i64 = np.int32, np.int64
+from numfuse.backends.cuda.kernels.network_passes import (
+    back_pass,
+    first_back_pass,
+    first_pass,
+    inner_pass,
+    last_gradients,
+)
 
 
 def own_square(t):
@@ -50,20 +47,24 @@ def add_weights(memory, t, total, before, plane, rows, fresh):
     down, across = own_square(t)
     at = plane + (down * WIDTH + across) * SIZE
     CLEAR(before)
-    if not fresh:
-        LOAD_SQUARE(before, at)
+    if EARLY:  # registers for it while the products are made
+        if not fresh:
+            LOAD_SQUARE(before, at)
     team = t // TEAM
     part = (rows + (TEAMS - 1)) // TEAMS
     CLEAR(total)
     row, end = team * part, min(rows, team * part + part)
-    while row + 4 <= end:
-        for i in unrolled(4):
+    while row + AHEAD <= end:
+        for i in unrolled(AHEAD):
             here = (row + i) * PITCH
             MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
-        row += 4
+        row += AHEAD
     while row < end:
         MULTIPLY_OUTER(total, memory, row * PITCH + OTHER_AT + down, row * PITCH + across)
         row += 1
+    if not EARLY:
+        if not fresh:
+            LOAD_SQUARE(before, at)
     ADD_SQUARE(total, before, at)
 
 
@@ -90,9 +91,7 @@ def write_slots(memory, t, table, slots):
         column += THREADS
 
 
-def backward(
-    x: Points, layers: Layers, table, ends: Members, kept, layer_step, planes, slots
-):
+def backward(x: Points, layers: Layers, table, ends: Members, kept, layer_step, planes, slots):
     """Add up a network's gradients by weights and biases for a part of the points."""
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     total = cuda.local.array(TOTALS, REAL)
@@ -128,9 +127,7 @@ def backward(
             BARRIER()
         else:
             # the forward again; the last hidden layer's weights stay where they are
-            hidden_layers(
-                memory, t, layers, total, given, made, weights, count, tile, layer_step
-            )
+            hidden_layers(memory, t, layers, total, given, made, weights, count, tile, layer_step)
         last_gradients(memory, t, count)
         layer = COUNT - 2
         while layer > 0:
@@ -139,9 +136,7 @@ def backward(
             back_pass(memory, t, given, made, weights, count, layer, sums)
             if layer > 1:
                 sums = tile + (layer - 2) * layer_step
-                inner_pass(
-                    memory, t, given, made, weights, OTHER_AT, count, layer - 1, sums, True
-                )
+                inner_pass(memory, t, given, made, weights, OTHER_AT, count, layer - 1, sums, True)
             else:
                 first_pass(memory, t, given, made, weights, OTHER_AT, count)
             BARRIER()

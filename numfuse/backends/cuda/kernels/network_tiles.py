@@ -62,7 +62,9 @@ class Tile:
         return i // self.few * threads * self.few + i % self.few
 
 
-def _made(name: str, tile: Tile, operands: str, body: Any, simulated: Any, results: str = "") -> Any:
+def _made(
+    name: str, tile: Tile, operands: str, body: Any, simulated: Any, results: str = ""
+) -> Any:
     if SIMULATED:
         simulated.numfuse_key = f"{name}({tile.key})"
         return simulated

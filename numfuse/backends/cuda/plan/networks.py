@@ -152,12 +152,12 @@ def sizes_of(
         rows = threads // tile.across * tile.mr
         step = threads // tile.width * at_once
         points = rows // members // step * step
-        how = tile, threads, resident, points, at_once, lanes, widths, directions, members
-        made = Sizes(*how)
+        how = points, at_once, lanes, widths, directions, members
+        made = Sizes(tile, threads, resident, *how)
         taken = made.places(back)[1] * ITEMSIZES[real]
         if points and taken <= info.shared_per_block:
             if (taken + _RESERVED) * resident > info.shared_per_multiprocessor and lanes:
-                return Sizes(*how[:2], 1, *how[3:])
+                return Sizes(tile, threads, 1, *how)
             return made
     return None
 
@@ -170,7 +170,7 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
     counts = p.directions, p.seconds
     how = p.activation, real, counts, p.pattern, weighted, p.guard
     kind = np.dtype(real).type
-    found = {name: at for name, at in places.items() if name != "TILE_AT"}
+    found: dict[str, Any] = {name: at for name, at in places.items() if name != "TILE_AT"}
     found |= {
         "COUNT": s.count,
         "WIDTHS": s.widths,
@@ -188,6 +188,7 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "WEIGHTS": max(1, p.seconds * p.directions),
         "UNITS_AT": max(1, p.seconds * p.directions),
         "FEW": tile.few,
+        "AHEAD": tile.few,
         "MR": tile.mr,
         "ACROSS": tile.across,
         "LANES": s.lanes,
@@ -208,6 +209,7 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SQUARE": tile.width**2 * itemsize,
         "SQUARE_ACROSS": tile.width // tile.nr,
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
+        "EARLY": real == "float32",
         "PLANE": s.squares * itemsize,
         "FULL": all(width == tile.width for width in s.widths[1:-1]),
         "STRIDE": s.threads // tile.width * s.members,
@@ -227,17 +229,24 @@ def _steps(x: View, count: int) -> tuple[int, ...]:
     return (0,) * (count - len(x.strides)) + x.strides[-count:]
 
 
-def _wide(s: Sizes, inner: list[View]) -> bool:
-    """Return whether the weights between hidden layers fill a tile, and come by 16 bytes."""
+def _wide(s: Sizes, inner: list[View]) -> str:
+    """Return along which axis all weights between hidden layers come by 16 bytes; "": none.
+
+    They must fill a tile, and a thread's part of one its registers.
+    """
     few, width = s.tile.few, s.tile.width
     if width * width % (few * s.threads) or width * width // s.threads > s.tile.sums:
-        return False
-    return all(
-        w.shape == (width, width)
-        and w.strides[1] == 1
-        and w.aligned((w.strides[0],)) >= few * w.itemsize
-        for w in inner
-    )
+        return ""
+
+    def runs(w: View, axis: int) -> bool:
+        apart = w.strides[1 - axis]
+        one = w.strides[axis] == 1 and w.aligned((apart,)) >= few * w.itemsize
+        return one and w.shape == (width, width)
+
+    for axis, name in ((1, "rows"), (0, "columns")):
+        if all(runs(w, axis) for w in inner):
+            return name
+    return ""
 
 
 def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
@@ -267,7 +276,9 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
         place: Any = 0
         if bias is not None:
             place, step = slot(f"biases_{i}", bias), bias.strides[-1]
-        layers.append(Layer(slot(f"weights_{i}", w), *w.strides, place, step))
+        row_step, column_step = w.strides
+        address = slot(f"weights_{i}", w)
+        layers.append(Layer(address, row_step, column_step, place, step))
     ends = []
     for name in _GRADS if p.backward else _RESULTS:
         y = bind(name)
@@ -276,6 +287,7 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
         else:
             ends.append(Member(slot(name, y), *_steps(y, 3)))
     x = known("points")
+    row_step, column_step = x.strides
     blocks = s.resident * info.multiprocessors
     least = s.threads // s.tile.width * s.at_once
     share = max(-(-p.count // blocks), least)
@@ -289,7 +301,7 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     given: dict[str, Any] = {
         "kept": 0,
         "layer_step": whole if p.saved or p.keeps else inner,
-        "x": Points(slot("x", x), *x.strides, p.count, share),
+        "x": Points(slot("points", x), row_step, column_step, p.count, share),
         "layers": Layers(*layers),
         "table": rec.constant(table),
         "ends": Members(*ends),
