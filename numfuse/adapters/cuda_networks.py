@@ -14,9 +14,18 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.adapters.cuda_arrays import CuPy, Torch
-from numfuse.adapters.stacks import Array, Arrays, refuse_kind
+from numfuse.adapters.cuda_whole import Whole, whole
+from numfuse.adapters.stacks import Array, Arrays, DeviceNetwork, refuse_kind
+from numfuse.backends.cuda.call import foreign
 from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of, ghost
-from numfuse.backends.cuda.call.foreign import Kind, Own, kind_of
+from numfuse.backends.cuda.call.foreign import Kind, kind_of
+
+
+class Own(Arrays):
+    """numfuse's own arrays."""
+
+    def whole(self, network: DeviceNetwork, backward: bool) -> Whole | None:
+        return whole(network, network.x.ordinal, backward)
 
 
 class Library(Arrays):
@@ -41,6 +50,9 @@ class Library(Arrays):
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
         read, ordinal, _ = self.reader.read("x", like)
         return self.reader.maker(ordinal, shape, read.dtype)()
+
+    def whole(self, network: DeviceNetwork, backward: bool) -> Whole | None:
+        return whole(network, self.place(network.x), backward)
 
     def jet(self, operation: Any, *call: Any) -> Any:
         return self.functions.jet(operation, *call)
@@ -108,11 +120,11 @@ _LIBRARIES: dict[type[Kind], type[Any]] = {Torch: TorchArrays, CuPy: CupyArrays}
 
 def arrays_of(functions: Any, put: Callable[..., DeviceArray]) -> Callable[[str, Any], Arrays]:
     """Return what finds how a network goes with the arrays of a kind; see `stacks.network`."""
-    own, known = Arrays(put, DeviceArray), dict[Kind, Arrays]()
+    own, known = Own(put, DeviceArray), dict[Kind, Arrays]()
 
     def find(name: str, x: Any) -> Arrays:
         reader = kind_of(x)
-        if isinstance(reader, Own):
+        if isinstance(reader, foreign.Own):
             return own
         made = _LIBRARIES.get(type(reader)) if reader is not None else None
         if reader is None or made is None:

@@ -25,7 +25,6 @@ from numfuse.problem.product import STORED
 
 if TYPE_CHECKING:
     from numfuse.fused_operations import FusedOperation
-    from numfuse.jets import JetOperation
 
 #: The functions that an adapter's module offers; silu_mul is activation_mul with "silu".
 NAMES = (
@@ -138,7 +137,7 @@ class FusedSignature(Signature):
 class JetSignature(Signature):
     """The arguments of a layer's jet with weights of its own (`JetOperation.bound`)."""
 
-    def __init__(self, operation: JetOperation) -> None:
+    def __init__(self, operation: Any) -> None:
         super().__init__(operation)
         self.label = operation.label
 

@@ -40,6 +40,8 @@ class Kept:
 
     inputs: list[Array]
     sums: list[Array]
+    #: What a kernel of all layers keeps instead.
+    whole: Array | None = None
 
 
 def _same(x: Any) -> Any:
@@ -111,6 +113,9 @@ class Arrays:
     def jet(self, operation: Any, *call: Any) -> Any:
         """Return the results of a layer's operation."""
         return operation(*call)
+
+    def whole(self, network: DeviceNetwork, backward: bool) -> Any:
+        """Return what runs all layers in one kernel (`cuda_whole.Whole`); None: nothing does."""
 
     def product(self, a: Array, b: Array, backend: Any) -> Array:
         """Return a product of matrices."""
@@ -341,7 +346,11 @@ def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
             output(name, ghost, shape, net.net.dtype, ghosts)
             ghosts[name] = ghost
         results.append(net.empty(shape) if y is None else y)
-    kept = net.run(keep, results)
+    whole = net.arrays.whole(net, False)
+    if whole is None or (keep and net.arrays.whole(net, True) is None):
+        kept = net.run(keep, results)
+    else:
+        kept = Kept([], [], whole.forward(results, keep))
     found = NetworkJet(*results)
     return (found, kept) if keep else found
 
@@ -365,7 +374,13 @@ def _backward(
     groups = "x", "weights", "biases"
     how = groups, needs, net.net.operand_shapes, net.net.dtype, ghosts, seen
     outs = network_outputs(out, *how)
-    d_x, d_weights, d_biases = net.back(grads, kept or net.run(True, None), needs, outs)
+    whole = None if "x" in needs or outs else net.arrays.whole(net, True)
+    if whole is not None:
+        d_x, (d_weights, d_biases) = None, whole.backward(grads, kept and kept.whole)
+    else:
+        there = kept is not None and kept.inputs
+        made = kept if there else net.run(True, None)
+        d_x, d_weights, d_biases = net.back(grads, made, needs, outs)
     pairs = (("weights", d_weights), ("biases", d_biases))
     found = [tuple(made) if name in needs else None for name, made in pairs]
     if "x" not in needs:

@@ -217,7 +217,7 @@ def make(
             arrays[name] = _as_matrix(like, y, sizes)
     moved = "a_ddot" in x if stack is None else stack.moved
     whole = None if form is None else activation.over(1)
-    jet = _formulas(activation, whole, backward, arrays, pattern, guard, moved, stack is not None)
+    jet = formulas_of(activation, whole, backward, arrays, pattern, guard, moved, stack is not None)
     sized: Fields = dict(zip(("m", "n", "k", "batch"), sizes, strict=False)) | counts
     sized |= {"dtype": dtype, "acc_dtype": acc, "pattern": pattern, "moved": moved}
     how: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
@@ -387,11 +387,11 @@ def outputs(out: Any, needs: tuple[str, ...], count: int) -> Sequence[Any]:
     return (*out, *(None,) * (count - len(out)))
 
 
-def _formulas(
+def formulas_of(
     f: Any, whole: Epilogue | None, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes,
     guard: bool, moved: bool, stacked: bool,
 ) -> Jet:  # fmt: skip
-    """Return the formulas of a call, without what is absent."""
+    """Return the formulas of a call on these arrays, without what is absent."""
     if whole is not None:
         jet = epilogue_jet_backward(whole) if backward else epilogue_jet(whole)
         unused = {f"d_{x}" for x in whole.operands} - arrays.keys()

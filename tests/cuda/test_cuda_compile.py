@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import re
 import shutil
@@ -18,7 +19,9 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import once
 import pytest
 from conftest import SIMULATED, unavailable
@@ -27,6 +30,8 @@ import numfuse as nf
 from numfuse import epilogues
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES
 from numfuse.language.curves import leaf
+from numfuse.problem.networks import NetworkProblem
+from numfuse.runtime.strided import contiguous
 
 try:
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
@@ -39,6 +44,7 @@ try:
     from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, plan_with
     from numfuse.backends.cuda.kernels.mirror import MIRROR
     from numfuse.backends.cuda.kernels.pointwise import Result, Source
+    from numfuse.backends.cuda.plan import networks
     from numfuse.backends.cuda.plan.product import (
         NUMBER,
         DeviceInfo,
@@ -47,6 +53,7 @@ try:
         Product,
         Slot,
     )
+    from numfuse.backends.cuda.plan.program import View
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -165,6 +172,31 @@ def jet(info, dtype, backward, seconds=2, n=1024, apart=0):
     operands |= {"bias": Operand(dtype, (0, 0, 1), 16)}
     steps, sizes = dict.fromkeys(operands, n * 4), (512, n, 1)
     return jets.launch(info, made, acc, operands, steps, 4096, sizes, is_short(acc, dtype))[0]
+
+
+def network(dtype, widths, backward, saved=False):
+    """A network's jet of two directions and one second derivative, in the unit square."""
+    itemsize, points = np.dtype(dtype).itemsize, 20000
+    shapes = {"points": (points, widths[0]), "flat": (1 << 20,)}
+    for i, pair in enumerate(itertools.pairwise(widths)):
+        shapes |= {f"weights_{i}": pair, f"biases_{i}": pair[1:]}
+    ends = ("grad", "grad_dot", "grad_ddot") if backward else ("u", "u_dot", "u_ddot")
+    shapes |= {x: (*c, points, widths[-1]) for x, c in zip(ends, ((), (2,), (1,)), strict=True)}
+    shapes["kept"] = len(widths) - 3, points, 4, widths[1]
+
+    def view(shape, *_):
+        return View(1, 0, shape, contiguous(shape), dtype, itemsize, 16)
+
+    made = []
+    recorder = SimpleNamespace(
+        device=SimpleNamespace(info=HOPPER), constant=lambda x: 4096, fresh=view,
+        launches=lambda launches, at, work=0: made.extend(launches),
+    )  # fmt: skip
+    how = ACT["tanh"], widths, points, np.dtype(dtype), np.eye(2), np.ones((1, 2)), bytes([1, 0])
+    kept = not backward, saved
+    problem = NetworkProblem(*how, 1, True, backward, *kept, {}, ())
+    networks.network(recorder, problem, lambda x: view(shapes[x]) if x in shapes else None)
+    return tuple(made)
 
 
 def scaled(m, n, k, dtype, strides, pre=None):
@@ -370,6 +402,13 @@ CASES = [
              (jet(info, dtype, True, 1, apart=count),), info, ("ld.global", "st.global"), 128)
         for dtype, info in (("float32", HOPPER), ("float64", HOPPER), ("bfloat16", HOPPER))
         for count in (2, 4)
+    ],
+    *[
+        Case(f"network {dtype} {width}, {'backward' if backward else 'forward'}, {saved:d}",
+             network(dtype, (2, *[width] * layers, 1), backward, saved), HOPPER,
+             ("fma.rn", "ld.shared.v"))
+        for dtype, width, layers in (("float32", 64, 4), ("float64", 64, 4), ("float32", 128, 5))
+        for backward, saved in ((False, False), (True, False), (True, True))
     ],
     Case("rows, value by value", (by_rows(TURING, "float16", True, 1001),), TURING),
     taken("cores, an operand by rows", CORES, scaled(2048, 2048, 512, "float32", (0, 1, 0)), AMPERE,

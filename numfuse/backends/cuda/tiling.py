@@ -308,3 +308,14 @@ def block(
                 best = cost, tile, part, parts
     assert best is not None
     return *best[1:], best[0]
+
+
+#: Whole networks (`plan.networks`): columns of a tile, columns of a thread (which has 8 rows),
+#: threads of a block and blocks of a multiprocessor. Two blocks do their passes while the other one
+#: multiplies; where two do not fit, one has twice the threads.
+NETWORK_TILES = {
+    "float32": ((32, 4, 128, 2), (64, 8, 128, 2), (128, 8, 256, 1)),
+    "float64": ((32, 4, 128, 2), (64, 4, 256, 1)),
+}
+#: Rows of a point, columns of x and of the last layer, at most: what a thread keeps of them.
+NETWORK_MEMBERS, NETWORK_INPUTS, NETWORK_OUTPUTS = 8, 8, 8

@@ -15,7 +15,7 @@ from numfuse.backends import Call
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.arrays import dtype_of, ghost
 from numfuse.backends.cuda.driver.device import Device
-from numfuse.backends.cuda.plan import fused, jets, lower, second_order
+from numfuse.backends.cuda.plan import fused, jets, lower, networks, second_order
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Program, Recorder, View, strides_of
 from numfuse.problem import gates, product
@@ -38,6 +38,7 @@ _OPERATIONS: dict[str, Callable[[Recorder, Any, lower.Bind], None]] = {
     "tangent": second_order.tangent,
     **dict.fromkeys(("fused", *epilogues.GATES), fused.fused),
     "jet": jets.jet,
+    "network": networks.network,
 }
 
 

@@ -111,14 +111,16 @@ class _Lines(NamedTuple):
 
 
 #: A member in the text: the end of its variables' names, and its place as an expression.
-_Member = tuple[str, str]
+Member = tuple[str, str]
 
 
-class _Text:
+class Text:
     """The lines of a pass for one point; `tag` ends its variables' names."""
 
     def __init__(self, made: Pass, tag: str = "") -> None:
         self.made, self.tag = made, tag
+        #: Whether each member, and each weight, has lines of its own.
+        self.unrolled = made.written_out
 
     # --- variables ------------------------------------------------------------------------------
     def own(self, *parts: str) -> list[str]:
@@ -131,7 +133,7 @@ class _Text:
         more = f" + {index} * member_{name}" if loop_of(name) else ""
         return f"at_{name} + row{self.tag} * row_{name}{more}"
 
-    def load(self, name: str, member: _Member = ("", "")) -> str:
+    def load(self, name: str, member: Member = ("", "")) -> str:
         end, index = member
         return f"in_{name}{end}{self.tag} = LOAD_{name}({self.at(name, index)}, 0)"
 
@@ -165,7 +167,7 @@ class _Text:
         """Return the lines that add a weighted term; a weight of 0 leaves it out."""
         weight = f"weight_{s}_{d}"
         lines = [f"{total} = {total} + {weight} * {term}"]
-        there = [] if self.made.written_out else [f"{weight} = LOAD_WEIGHT(weights, {index})"]
+        there = [] if self.unrolled else [f"{weight} = LOAD_WEIGHT(weights, {index})"]
         return [*there, f"if {weight} != ZERO:", *_inside(lines)]
 
     # --- members --------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class _Text:
         stores = [line for x in ("out", "pre") for line in self.store(x, self.result("value", x))]
         return _Lines(loads, self.call("value"), stores)
 
-    def direction(self, member: _Member) -> _Lines:
+    def direction(self, member: Member) -> _Lines:
         """Return the lines of a direction; those of its bend too."""
         end, index = member
         loads = [self.load(x, member) for x in self.own("direction", "bend") if loop_of(x)]
@@ -189,7 +191,7 @@ class _Text:
             work.append(f"run_{index} = run_{index} + {self.result('direction', name, end)}")
         return _Lines(loads, work, self.store(name, self.result("direction", name, end), index))
 
-    def bent(self, member: _Member) -> list[str]:
+    def bent(self, member: Member) -> list[str]:
         """Return the lines of what the bend of a direction is weighted with, of all seconds."""
         part = self.made.parts.get("direction")
         if part is None or "grad_bent" not in part.inputs:
@@ -198,7 +200,7 @@ class _Text:
         if not self.made.weighted:
             return [f"{bent} = in_grad_ddot{end}{self.tag}"]
         lines = [f"{bent} = ZERO"]
-        if self.made.seconds <= WRITTEN_OUT:
+        if self.unrolled or self.made.seconds <= WRITTEN_OUT:
             for s in range(self.made.seconds):
                 term = f"in_grad_ddot_{s}{self.tag}"
                 lines += self.weighted(bent, str(s), end[1:], f"{s} * directions + {index}", term)
@@ -219,7 +221,7 @@ class _Text:
         """Return the variable of what directions add to a second derivative."""
         return f"total{end}{self.tag}"
 
-    def second(self, member: _Member, begun: str = "") -> _Lines:
+    def second(self, member: Member, begun: str = "") -> _Lines:
         """Return the lines of a second derivative, whose total was `begun` with a value."""
         end, index = member
         loads = [self.load(x, member) for x in self.own("second") if loop_of(x)]
@@ -234,7 +236,7 @@ class _Text:
             work.append(f"{self.total(end)} = {self.total(end)} + {straight}")
         return _Lines(loads, work, self.store("out_ddot", self.total(end), index))
 
-    def both(self, member: _Member) -> _Lines:
+    def both(self, member: Member) -> _Lines:
         """Return the lines of a direction and of the second derivative along it."""
         begun = "" if self.made.backward else self.result("bend", "bent", member[0])
         first, then = self.direction(member), self.second(member, begun)
@@ -243,7 +245,7 @@ class _Text:
         loads = list(dict.fromkeys([*first.loads, *more, *then.loads]))
         return _Lines(loads, [*first.work, *then.work], [*first.stores, *then.stores])
 
-    def totals(self, member: _Member) -> _Lines:
+    def totals(self, member: Member) -> _Lines:
         """Return the lines of a direction, and of what it adds to few second derivatives."""
         lines = self.direction(member)
         if self.made.backward or "bend" not in self.made.parts:
@@ -329,7 +331,7 @@ def _inside(lines: list[str]) -> list[str]:
     return [f"    {x}" for x in lines]
 
 
-def _loop(variable: str, count: int, name: str, make: Callable[[_Member], _Lines]) -> list[str]:
+def _loop(variable: str, count: int, name: str, make: Callable[[Member], _Lines]) -> list[str]:
     """Return the lines of all members: few at once, many in a loop that takes some at a time."""
     if count <= WRITTEN_OUT:
         members = [make((f"_{i}", str(i))) for i in range(count)]
@@ -346,7 +348,7 @@ def _loop(variable: str, count: int, name: str, make: Callable[[_Member], _Lines
 
 def text(made: Pass, arrays: list[str], narrow: bool) -> str:
     """Return the kernel of a pass over these arrays; `narrow`: it computes in float32."""
-    body = _Text(made).lines()
+    body = Text(made).lines()
     arguments = []
     starts = []
     for name in arrays:
@@ -385,7 +387,7 @@ def _summed(made: Pass, body: list[str], narrow: bool) -> list[str]:
     two = []
     few = len(made.read) + made.directions + made.seconds <= TWO_POINTS
     if made.written_out and few and narrow:
-        both = _Text(made).point().and_then(_Text(made, "_b").point()).whole
+        both = Text(made).point().and_then(Text(made, "_b").point()).whole
         both = ["row_b = row + 1", *both, "run = run + d_z", "run = run + d_z_b", "row += 2"]
         two = ["while row + 1 < end:", *_inside(both)]
     ends = ["", *(f"_{i}" for i in made.added)]

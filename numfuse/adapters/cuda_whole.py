@@ -1,0 +1,158 @@
+"""Networks that one kernel runs whole, on arrays of a CUDA device: the operation, and its calls.
+
+It is recorded and repeated as every operation is (`call.entry`); which networks it serves is
+`plan.networks`' to say, and all others go layer by layer (`stacks`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.activations import Activation, get
+from numfuse.adapters.signatures import JetSignature
+from numfuse.backends.cuda.call.entry import run
+from numfuse.backends.cuda.driver.devices import device
+from numfuse.backends.cuda.plan.networks import Sizes, sizes_of
+from numfuse.operations import Operation
+from numfuse.problem.networks import NetworkProblem
+
+if TYPE_CHECKING:
+    from numfuse.adapters.stacks import Array, DeviceNetwork
+
+_FLAGS = ["guard", "pattern", "seconds", "units", "weights", "length"]
+
+
+class NetworkOperation(Operation):
+    """A network of so many layers, its jet or the backward of it.
+
+    What is constant, the directions and the weights of the second derivatives, are flags: bytes in
+    the arrays' dtype. `length` is that of a backward's one result, or the shape of what is kept.
+    """
+
+    def __init__(self, layers: int, backward: bool) -> None:
+        self.name, self.kind, self.backward = "mlp_jet", "network", backward
+        self.layers, self.mark = layers, ("network", layers, backward)
+        named = [f"{name}_{i}" for name in ("weights", "biases") for i in range(layers)]
+        grads = ["grad", "grad_dot", "grad_ddot", "kept"] if backward else []
+        self.operands = ["points", *named, *grads]
+        self.needs = ()
+        self.flags, self.options = _FLAGS, ["activation", "out", *_FLAGS]
+        self.results = ("flat",) if backward else ("u", "u_dot", "u_ddot", "kept")
+        self.fields = (*self.operands, *self.results)
+        self.several, self.in_place = True, False
+        self.problem = self._problem
+
+    def label(self, name: str) -> str:
+        """Return what a message calls an array."""
+        group, _, number = name.rpartition("_")
+        return f"{group}[{number}]" if group in ("weights", "biases") else name
+
+    def _problem(
+        self, activation: Activation, out: Any, guard: bool, pattern: bytes, seconds: int,
+        units: bytes, weights: bytes | None, length: tuple[int, ...] | int, **given: ndarray | None,
+    ) -> NetworkProblem:  # fmt: skip
+        arrays = {name: y for name, y in given.items() if y is not None}
+        x = arrays["points"]
+        made = np.empty(length, x.dtype) if length else None
+        results = (made,) if self.backward else (*out[:3], made)
+        arrays |= {name: y for name, y in zip(self.results, results, strict=True) if y is not None}
+        wide = np.frombuffer(units, x.dtype).reshape(-1, x.shape[1])
+        table = None
+        if weights is not None:
+            table = np.frombuffer(weights, x.dtype).reshape(seconds, len(wide))
+        layers = [arrays[f"weights_{i}"].shape[1] for i in range(self.layers)]
+        widths = (x.shape[1], *layers)
+        how = activation, widths, len(x), x.dtype, wide, table, pattern, seconds, guard
+        keep = "kept" in arrays
+        kept = keep and not self.backward, keep and self.backward
+        return NetworkProblem(*how, self.backward, *kept, arrays, results)
+
+
+class _Signature(JetSignature):
+    """The arguments of a network."""
+
+    def result_names(self, x: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the results."""
+        found: tuple[str, ...] = self._operation.results  # type: ignore[attr-defined]
+        return found
+
+
+@functools.cache
+def _operation(layers: int, backward: bool) -> NetworkOperation:
+    return NetworkOperation(layers, backward)
+
+
+def _arguments(operation: NetworkOperation, *call: Any) -> tuple[_Signature, dict[str, Any]]:
+    signature = _Signature(operation)
+    return signature, signature.arguments(*call[:-1])
+
+
+class Whole:
+    """A network on a device that one kernel runs: its results, or its gradients."""
+
+    def __init__(self, of: DeviceNetwork, sizes: Sizes, activation: Activation) -> None:
+        self._of, self._sizes, self._activation = of, sizes, activation
+
+    def _run(self, grads: Sequence[Array | None] | None, length: Any, out: Any) -> Any:
+        of, net = self._of, self._of.net
+        table = None if net.weights is None else net.weights.tobytes()
+        constant = net.pattern, net.seconds, net.units.tobytes(), table
+        operands = of.x, *of.weights, *of.biases, *(grads or ())
+        flags: Any = (net.guard, *constant, length)
+        operation = _operation(len(of.weights), grads is not None)
+        return run(operation, operands, self._activation, flags, (), out, of.backend, _arguments)
+
+    def forward(self, out: Sequence[Array], keep: bool) -> Array | None:
+        """Write the results; return what is kept of hidden layers but the first, if anything."""
+        s, points = self._sizes, self._of.x.shape[0]
+        shape = (s.count - 2, points, s.members, s.tile.width) if keep and s.count > 2 else 0
+        kept = self._run(None, shape, tuple(out))[3]
+        return kept
+
+    def backward(
+        self, grads: Sequence[Array | None], kept: Array | None
+    ) -> tuple[list[Array | None], list[Array | None]]:
+        """Return the gradients by weights and by biases: parts of one array."""
+        of, s = self._of, self._sizes
+        given = [None if y is not None and 0 in y.shape else y for y in grads]
+        (flat,) = self._run([*given, kept], s.flat, None)
+        width, widths, last = s.tile.width, s.widths, s.count - 1
+        rows = flat[s.squares :].reshape(s.slots, width)
+        squares = flat[: s.squares].reshape(s.count - 2, width, width)
+        head, tail = last + widths[0], last + widths[0] + s.directions
+        d_weights = [rows[last:head, : widths[1]]]
+        for i in range(last - 1):
+            d_weights.append(squares[i, : widths[i + 1], : widths[i + 2]])
+        turned = rows[tail : tail + widths[-1], : widths[-2]]
+        d_weights.append(of.arrays.turned(turned, (1, 0)))
+        lines = [rows[i, : widths[i + 1]] for i in range(last)] + [rows[-1, : widths[-1]]]
+        d_biases = [
+            None if bias is None else line.reshape(tuple(bias.shape))
+            for bias, line in zip(of.biases, lines, strict=True)
+        ]
+        return d_weights, d_biases
+
+
+def whole(of: DeviceNetwork, ordinal: int, backward: bool) -> Whole | None:
+    """Return how one kernel runs a network on a device; None: its layers are run one by one."""
+    net = of.net
+    activations = {id(f): f for _, _, f in net.layers[:-1]}
+    if not (net.plain and len(activations) == 1 and net.dtype == net.acc and prod(net.x.shape)):
+        return None
+    if net.x.ndim != 2 or any(w.ndim != 2 or (y is not None and y.size != y.shape[-1])
+                              for w, y, _ in net.layers):  # fmt: skip
+        return None
+    widths = (net.x.shape[1], *(w.shape[1] for w, _, _ in net.layers))
+    counts = net.directions, net.seconds
+    info = device(ordinal).info
+    sizes = sizes_of(info, net.dtype.name, widths, *counts, backward)
+    if sizes is None:
+        return None
+    (activation,) = activations.values()
+    return Whole(of, sizes, get(activation))

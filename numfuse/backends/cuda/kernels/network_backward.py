@@ -1,0 +1,171 @@
+"""The kernel of a network's backward: see `network`, whose parts it is made of."""
+
+# A kernel has no annotations but records, and its UPPER-case names are bound by the plan.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from numfuse.backends.cuda.compile.schema import Schema
+from numfuse.backends.cuda.compile.toolchain import cuda
+from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.network import (
+    ADDRESSES,
+    ENDS,
+    Layers,
+    Members,
+    Points,
+    fetch_cotangents,
+    fetch_points,
+    fetch_weights,
+    hidden_layers,
+    own_column,
+    own_row,
+    prepare,
+)
+from numfuse.backends.cuda.kernels.network_passes import (
+    back_pass,
+    first_back_pass,
+    first_pass,
+    inner_pass,
+    last_gradients,
+)
+
+
+def own_square(t):
+    """Return where a thread's part of a weight gradient begins: its row and its column."""
+    u = t % TEAM
+    if SQUARE_LANES:
+        warp = u >> 5
+        down = warp // (SQUARE_ACROSS // 4) * 8 + ((u >> 1) & 7)
+        across = warp % (SQUARE_ACROSS // 4) * 4 + ((u & 1) | ((u >> 3) & 2))
+        return down * FEW, across * FEW
+    return u // SQUARE_ACROSS * FEW, u % SQUARE_ACROSS * FEW
+
+
+def add_weights(memory, t, total, before, plane, rows, fresh):
+    """Add the gradient of a layer's weights: of the rows of this thread's team, to its plane."""
+    down, across = own_square(t)
+    at = plane + (down * WIDTH + across) * SIZE
+    CLEAR(before)
+    if EARLY:  # registers for it while the products are made
+        if not fresh:
+            LOAD_SQUARE(before, at)
+    team = t // TEAM
+    part = (rows + (TEAMS - 1)) // TEAMS
+    CLEAR(total)
+    row, end = team * part, min(rows, team * part + part)
+    while row + AHEAD <= end:
+        for i in unrolled(AHEAD):
+            here = (row + i) * PITCH
+            MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
+        row += AHEAD
+    while row < end:
+        MULTIPLY_OUTER(total, memory, row * PITCH + OTHER_AT + down, row * PITCH + across)
+        row += 1
+    if not EARLY:
+        if not fresh:
+            LOAD_SQUARE(before, at)
+    ADD_SQUARE(total, before, at)
+
+
+def write_slots(memory, t, table, slots):
+    """Write the block's sums over points: those of the threads of a column, in their order."""
+    column = t
+    while column < WIDTH:
+        for slot in range(SLOTS):
+            total = ZERO
+            for part in range(PARTS):
+                total = total + PEEK(memory, SLOTS_AT + slot * THREADS + part * WIDTH + column)
+            POKE(memory, SLOTS_AT + slot * THREADS + column, total)
+        # the tangents of the inputs are the directions
+        for i in range(INPUTS):
+            at = SLOTS_AT + (FIRST_SLOT + i) * THREADS + column
+            value = PEEK(memory, at)
+            for d in range(DIRECTIONS):
+                q = PEEK(memory, SLOTS_AT + (FIRST_SLOT + INPUTS + d) * THREADS + column)
+                value = value + LOAD(table, UNITS_AT + d * INPUTS + i) * q
+            POKE(memory, at, value)
+        for slot in range(SLOTS):
+            value = PEEK(memory, SLOTS_AT + slot * THREADS + column)
+            STORE(slots, slot * WIDTH + column, value)
+        column += THREADS
+
+
+def backward(x: Points, layers: Layers, table, ends: Members, kept, layer_step, planes, slots):
+    """Add up a network's gradients by weights and biases for a part of the points."""
+    memory = WINDOW(cuda.shared.array(0, dtype=REAL))
+    total = cuda.local.array(TOTALS, REAL)
+    before = cuda.local.array(TOTALS, REAL)
+    given = cuda.local.array(AT_ONCE * GIVEN, REAL)
+    made = cuda.local.array(AT_ONCE * MEMBERS, REAL)
+    run = cuda.local.array(1 + INPUTS + DIRECTIONS, REAL)
+    weights = cuda.local.array(WEIGHTS, REAL)
+    for i in unrolled(WEIGHTS):
+        weights[i] = LOAD(table, i)
+    t = cuda.threadIdx.x
+    row, warp_row = own_row(t)
+    column = own_column(t)
+    block = cuda.blockIdx.x
+    plane = planes + (block * TEAMS + t // TEAM) * PLANE
+    prepare(memory, t, layers, table)
+    for slot in range(SLOTS):
+        POKE(memory, SLOTS_AT + slot * THREADS + t, ZERO)
+    first = block * x.share
+    last = min(first + x.share, x.count)
+    fresh = True
+    while first < last:
+        count = min(last - first, POINTS)
+        rows = count * MEMBERS
+        fetch_points(memory, t, x, first, count)
+        fetch_cotangents(memory, t, ends, first, count)
+        BARRIER()
+        tile = kept + (first * POINT_KEPT if SAVED else block * BLOCK_KEPT)
+        if SAVED:
+            fetch_weights(memory, t, layers, COUNT - 2, total)
+            sums = tile + (COUNT - 3) * layer_step
+            inner_pass(memory, t, given, made, weights, 0, count, COUNT - 2, sums, True)
+            BARRIER()
+        else:
+            # the forward again; the last hidden layer's weights stay where they are
+            hidden_layers(memory, t, layers, total, given, made, weights, count, tile, layer_step)
+        last_gradients(memory, t, count)
+        layer = COUNT - 2
+        while layer > 0:
+            # Q of this layer, in place, and what went into the layer, beside it
+            sums = tile + (layer - 1) * layer_step
+            back_pass(memory, t, given, made, weights, count, layer, sums)
+            if layer > 1:
+                sums = tile + (layer - 2) * layer_step
+                inner_pass(memory, t, given, made, weights, OTHER_AT, count, layer - 1, sums, True)
+            else:
+                first_pass(memory, t, given, made, weights, OTHER_AT, count)
+            BARRIER()
+            add_weights(memory, t, total, before, plane + (layer - 1) * SQUARE, rows, fresh)
+            CLEAR(total)
+            if warp_row < rows:
+                for k in range(0, WIDTH, FEW):
+                    at = WEIGHTS_AT + column * PITCH + k
+                    MULTIPLY_BACK(total, memory, row * PITCH + k, at)
+            BARRIER()
+            PUT_BACK(total, memory, row * PITCH + column)
+            if layer > 1:
+                fetch_weights(memory, t, layers, layer - 1, total)
+            BARRIER()
+            layer -= 1
+        first_back_pass(memory, t, given, made, weights, count, run)
+        BARRIER()
+        fresh = False
+        first += POINTS
+    if fresh:  # a block without points adds nothing
+        CLEAR(total)
+        CLEAR(before)
+        for layer in range(1, COUNT - 1):
+            down, across = own_square(t)
+            at = plane + (layer - 1) * SQUARE + (down * WIDTH + across) * SIZE
+            ADD_SQUARE(total, before, at)
+    BARRIER()
+    write_slots(memory, t, table, slots + block * (SLOTS * WIDTH * SIZE))
+
+
+#: Sizes and strides are in elements, `kept`, `planes` and `slots` are addresses.
+BACKWARD = Schema(backward, u64=f"{ADDRESSES} {ENDS} slots")

@@ -1,0 +1,393 @@
+"""Register tiles of a network's products, whose factors lie in shared memory as rows.
+
+A thread has MR x NR sums. Its rows are ROW_STEP apart, so that neighbouring lanes read neighbouring
+rows, whose pitch is an odd number of 16 bytes: no two of them share a bank. Each function has two
+texts: LLVM for the compiler, where `memory` is an address and all places are in elements, and
+Python for Numba's simulator, where it is an array.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from numfuse.backends.cuda.compile import elements
+from numfuse.backends.cuda.compile.accesses import read_vector, write_vector
+from numfuse.backends.cuda.compile.intrinsics import (
+    ACCUMULATORS,
+    FORMATS,
+    GLOBAL,
+    I32,
+    I64,
+    block_barrier,
+    fused,
+    intrinsic_of,
+    read_registers,
+    shared_address,
+    write_registers,
+)
+from numfuse.backends.cuda.compile.toolchain import SIMULATED, ir
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A thread's part of the products of a block; all sizes are in values."""
+
+    real: str
+    #: Columns of every matrix, and values from a row to the next.
+    width: int
+    pitch: int
+    #: Rows and columns of a thread, and the steps between them.
+    mr: int
+    nr: int
+    row_step: int
+    #: Threads along the columns: of the stacks' products, and along both axes of a gradient's.
+    across: int
+    #: Neighbours of one access.
+    few: int
+
+    @property
+    def key(self) -> str:
+        return str(self)
+
+    @property
+    def sums(self) -> int:
+        return self.mr * self.nr
+
+    def column(self, i: int, threads: int) -> int:
+        """Return where value `i` of a thread lies along an axis that so many threads share."""
+        return i // self.few * threads * self.few + i % self.few
+
+
+def _made(
+    name: str, tile: Tile, operands: str, body: Any, simulated: Any, results: str = ""
+) -> Any:
+    if SIMULATED:
+        simulated.numfuse_key = f"{name}({tile.key})"
+        return simulated
+    return intrinsic_of(name, tile.key, operands, body, results)
+
+
+def _place(builder: Any, memory: Any, at: Any, real: str) -> Any:
+    """Return the address of an element of shared memory."""
+    return builder.add(memory, builder.shl(at, I32(3 if real == "float64" else 2)))
+
+
+@functools.cache
+def rows_by_columns(tile: Tile) -> Any:
+    """``multiply(sums, memory, x, y)``: sums += X Y for `few` values of k.
+
+    X has k along its rows, Y along its columns.
+    """
+    kind, size = FORMATS[tile.real]
+    row, few = tile.row_step * tile.pitch * size, tile.few
+
+    def body(builder, sums, memory, x, y):
+        x, y = (_place(builder, memory, at, tile.real) for at in (x, y))
+        total = read_registers(builder, sums, 0, tile.sums)
+        left = [read_vector(builder, x, i * row, kind, few) for i in range(tile.mr)]
+        for k in range(few):
+            right = []
+            for j in range(0, tile.nr, few):
+                offset = (k * tile.pitch + tile.column(j, tile.across)) * size
+                right += read_vector(builder, y, offset, kind, few)
+            for i in range(tile.mr):
+                for j in range(tile.nr):
+                    at = i * tile.nr + j
+                    total[at] = fused(builder, left[i][k], right[j], total[at])
+        write_registers(builder, sums, 0, total)
+
+    def simulated(sums, memory, x, y):
+        for i in range(tile.mr):
+            for j in range(tile.nr):
+                for k in range(few):
+                    a = memory[x + i * tile.row_step * tile.pitch + k]
+                    b = memory[y + k * tile.pitch + tile.column(j, tile.across)]
+                    sums[i * tile.nr + j] += a * b
+
+    return _made("rows_by_columns", tile, "arrr", body, simulated)
+
+
+@functools.cache
+def rows_by_rows(tile: Tile) -> Any:
+    """``multiply(sums, memory, x, y)``: sums += X Y' for `few` values of k, along rows of both.
+
+    The columns of a thread are as many apart as there are threads along them.
+    """
+    kind, size = FORMATS[tile.real]
+    row, few = tile.row_step * tile.pitch * size, tile.few
+    step = tile.across * tile.pitch
+
+    def body(builder, sums, memory, x, y):
+        x, y = (_place(builder, memory, at, tile.real) for at in (x, y))
+        total = read_registers(builder, sums, 0, tile.sums)
+        left = [read_vector(builder, x, i * row, kind, few) for i in range(tile.mr)]
+        for j in range(tile.nr):
+            right = read_vector(builder, y, j * step * size, kind, few)
+            for k in range(few):
+                for i in range(tile.mr):
+                    at = i * tile.nr + j
+                    total[at] = fused(builder, left[i][k], right[k], total[at])
+        write_registers(builder, sums, 0, total)
+
+    def simulated(sums, memory, x, y):
+        for i in range(tile.mr):
+            for j in range(tile.nr):
+                for k in range(few):
+                    a = memory[x + i * tile.row_step * tile.pitch + k]
+                    sums[i * tile.nr + j] += a * memory[y + j * step + k]
+
+    return _made("rows_by_rows", tile, "arrr", body, simulated)
+
+
+@functools.cache
+def columns_by_columns(tile: Tile) -> Any:
+    """``multiply(sums, memory, x, y)``: sums += X' Y for one row of both."""
+    kind, size = FORMATS[tile.real]
+    along, across = tile.width // tile.mr, tile.width // tile.nr
+
+    def body(builder, sums, memory, x, y):
+        x, y = (_place(builder, memory, at, tile.real) for at in (x, y))
+        total = read_registers(builder, sums, 0, tile.sums)
+        left, right = [], []
+        for i in range(0, tile.mr, tile.few):
+            left += read_vector(builder, x, tile.column(i, along) * size, kind, tile.few)
+        for j in range(0, tile.nr, tile.few):
+            right += read_vector(builder, y, tile.column(j, across) * size, kind, tile.few)
+        for i in range(tile.mr):
+            for j in range(tile.nr):
+                at = i * tile.nr + j
+                total[at] = fused(builder, left[i], right[j], total[at])
+        write_registers(builder, sums, 0, total)
+
+    def simulated(sums, memory, x, y):
+        for i in range(tile.mr):
+            for j in range(tile.nr):
+                a = memory[x + tile.column(i, along)]
+                sums[i * tile.nr + j] += a * memory[y + tile.column(j, across)]
+
+    return _made("columns_by_columns", tile, "arrr", body, simulated)
+
+
+@functools.cache
+def dot(tile: Tile) -> Any:
+    """``dot(total, memory, x, y)``: total + the products of `few` neighbours."""
+    kind, _ = FORMATS[tile.real]
+
+    def body(builder, total, memory, x, y):
+        x, y = (_place(builder, memory, at, tile.real) for at in (x, y))
+        left, right = (read_vector(builder, at, 0, kind, tile.few) for at in (x, y))
+        for a, b in zip(left, right, strict=True):
+            total = fused(builder, a, b, total)
+        return total
+
+    def simulated(total, memory, x, y):
+        for k in range(tile.few):
+            total = total + memory[x + k] * memory[y + k]
+        return total
+
+    real = ACCUMULATORS[tile.real]
+    return _made("dot", tile, f"{real}rrr", body, simulated, real)
+
+
+@functools.cache
+def put_neighbours(tile: Tile) -> Any:
+    """``put(sums, memory, at)``: the sums of `rows_by_columns` to rows of shared memory."""
+    size = FORMATS[tile.real][1]
+
+    def body(builder, sums, memory, at):
+        at = _place(builder, memory, at, tile.real)
+        for i in range(tile.mr):
+            for j in range(0, tile.nr, tile.few):
+                values = read_registers(builder, sums, i * tile.nr + j, tile.few)
+                offset = i * tile.row_step * tile.pitch + tile.column(j, tile.across)
+                write_vector(builder, at, offset * size, values)
+
+    def simulated(sums, memory, at):
+        for i in range(tile.mr):
+            for j in range(tile.nr):
+                offset = i * tile.row_step * tile.pitch + tile.column(j, tile.across)
+                memory[at + offset] = sums[i * tile.nr + j]
+
+    return _made("put_neighbours", tile, "arr", body, simulated)
+
+
+@functools.cache
+def put_apart(tile: Tile) -> Any:
+    """``put(sums, memory, at)``: the sums of `rows_by_rows` to rows of shared memory."""
+    size = FORMATS[tile.real][1]
+
+    def body(builder, sums, memory, at):
+        at = _place(builder, memory, at, tile.real)
+        for i in range(tile.mr):
+            for j in range(tile.nr):
+                values = read_registers(builder, sums, i * tile.nr + j, 1)
+                offset = i * tile.row_step * tile.pitch + j * tile.across
+                write_vector(builder, at, offset * size, values)
+
+    def simulated(sums, memory, at):
+        for i in range(tile.mr):
+            for j in range(tile.nr):
+                offset = i * tile.row_step * tile.pitch + j * tile.across
+                memory[at + offset] = sums[i * tile.nr + j]
+
+    return _made("put_apart", tile, "arr", body, simulated)
+
+
+def _square(tile: Tile) -> list[tuple[int, int]]:
+    """Return (register, element) of each access to the sums of `columns_by_columns` in memory."""
+    along, across = tile.width // tile.mr, tile.width // tile.nr
+    return [
+        (i * tile.nr + j, tile.column(i, along) * tile.width + tile.column(j, across))
+        for i in range(tile.mr)
+        for j in range(0, tile.nr, tile.few)
+    ]
+
+
+@functools.cache
+def load_square(tile: Tile) -> Any:
+    """``load(sums, address)``: the sums of `columns_by_columns` from a matrix in memory."""
+    kind, size = FORMATS[tile.real]
+
+    def body(builder, sums, address):
+        for at, offset in _square(tile):
+            where = builder.add(address, I64(offset * size))
+            values = read_vector(builder, where, 0, kind, tile.few, GLOBAL)
+            write_registers(builder, sums, at, values)
+
+    def simulated(sums, address):
+        for at, offset in _square(tile):
+            for i in range(tile.few):
+                sums[at + i] = elements.loads(tile.real)(address, offset + i)
+
+    return _made("load_square", tile, "al", body, simulated)
+
+
+@functools.cache
+def add_square(tile: Tile) -> Any:
+    """``add(sums, before, address)``: sums + before to a matrix in memory."""
+    size = FORMATS[tile.real][1]
+
+    def body(builder, sums, before, address):
+        for at, offset in _square(tile):
+            pairs = (read_registers(builder, y, at, tile.few) for y in (sums, before))
+            values = [builder.fadd(a, b) for a, b in zip(*pairs, strict=True)]
+            where = builder.add(address, I64(offset * size))
+            write_vector(builder, where, 0, values, GLOBAL)
+
+    def simulated(sums, before, address):
+        for at, offset in _square(tile):
+            for i in range(tile.few):
+                elements.stores(tile.real)(address, offset + i, sums[at + i] + before[at + i])
+
+    return _made("add_square", tile, "aal", body, simulated)
+
+
+@functools.cache
+def clear(tile: Tile) -> Any:
+    """``clear(sums)``: all are 0."""
+
+    def body(builder, sums):
+        zero = ir.Constant(FORMATS[tile.real][0], 0.0)
+        write_registers(builder, sums, 0, [zero] * tile.sums)
+
+    def simulated(sums):
+        sums[:] = 0
+
+    return _made("clear", tile, "a", body, simulated)
+
+
+@functools.cache
+def peek(tile: Tile) -> Any:
+    """``peek(memory, at)``: a value of shared memory."""
+
+    def body(builder, memory, at):
+        at = _place(builder, memory, at, tile.real)
+        return read_vector(builder, at, 0, FORMATS[tile.real][0], 1)[0]
+
+    def simulated(memory, at):
+        return memory[at]
+
+    return _made("peek", tile, "rr", body, simulated, ACCUMULATORS[tile.real])
+
+
+@functools.cache
+def poke(tile: Tile) -> Any:
+    """``poke(memory, at, value)``: write a value of shared memory."""
+
+    def body(builder, memory, at, value):
+        write_vector(builder, _place(builder, memory, at, tile.real), 0, [value])
+
+    def simulated(memory, at, value):
+        memory[at] = value
+
+    return _made("poke", tile, f"rr{ACCUMULATORS[tile.real]}", body, simulated)
+
+
+@functools.cache
+def load_few(tile: Tile) -> Any:
+    """``load(registers, i, address)``: 16 bytes of memory to registers from i on."""
+    kind, _ = FORMATS[tile.real]
+
+    def body(builder, held, first, address):
+        values = read_vector(builder, address, 0, kind, tile.few, GLOBAL)
+        write_registers(builder, held, first, values)
+
+    def simulated(held, first, address):
+        for i in range(tile.few):
+            held[first + i] = elements.loads(tile.real)(address, i)
+
+    return _made("load_few", tile, "anl", body, simulated)
+
+
+@functools.cache
+def store_few(tile: Tile) -> Any:
+    """``store(registers, i, memory, at)``: registers from i on to 16 bytes of shared memory."""
+
+    def body(builder, held, first, memory, at):
+        values = read_registers(builder, held, first, tile.few)
+        write_vector(builder, _place(builder, memory, at, tile.real), 0, values)
+
+    def simulated(held, first, memory, at):
+        for i in range(tile.few):
+            memory[at + i] = held[first + i]
+
+    return _made("store_few", tile, "anrr", body, simulated)
+
+
+def _itself(shared: Any) -> Any:
+    return shared
+
+
+def _wait() -> None:
+    thread: Any = threading.current_thread()
+    thread.syncthreads()
+
+
+#: Shared memory as the functions here take it; a barrier that device functions may have, too.
+window: Any = _itself if SIMULATED else shared_address
+barrier: Any = _wait if SIMULATED else block_barrier
+
+
+def bindings(tile: Tile) -> dict[str, Any]:
+    """Return the functions of a tile, by the names that the kernel has for them."""
+    return {
+        "WINDOW": window,
+        "BARRIER": barrier,
+        "MULTIPLY": rows_by_columns(tile),
+        "MULTIPLY_BACK": rows_by_rows(tile),
+        "MULTIPLY_OUTER": columns_by_columns(tile),
+        "DOT": dot(tile),
+        "PUT": put_neighbours(tile),
+        "PUT_BACK": put_apart(tile),
+        "LOAD_SQUARE": load_square(tile),
+        "ADD_SQUARE": add_square(tile),
+        "LOAD_FEW": load_few(tile),
+        "STORE_FEW": store_few(tile),
+        "CLEAR": clear(tile),
+        "PEEK": peek(tile),
+        "POKE": poke(tile),
+    }

@@ -1,0 +1,354 @@
+"""A whole network's jet as one launch, and its gradients as one and two joins.
+
+It applies to hidden layers of one activation and up to 128 columns, a last layer that is a product
+alone with few columns, and up to 8 members of a point; float32 or float64. A block keeps two tiles
+of rows and the weights of one layer in shared memory, so the device must have that.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile import elements
+from numfuse.backends.cuda.compile.schema import Schema
+from numfuse.backends.cuda.compile.toolchain import types
+from numfuse.backends.cuda.compile.unroll import kernel_of
+from numfuse.backends.cuda.kernels import joins, network_tiles
+from numfuse.backends.cuda.kernels.network import (
+    FORWARD,
+    MOST_LAYERS,
+    Layer,
+    Layers,
+    Member,
+    Members,
+    Points,
+    forward,
+)
+from numfuse.backends.cuda.kernels.network_backward import BACKWARD, backward
+from numfuse.backends.cuda.kernels.network_rows import row
+from numfuse.backends.cuda.kernels.network_tiles import Tile
+from numfuse.backends.cuda.plan.lower import Bind
+from numfuse.backends.cuda.plan.product import ITEMSIZES, DeviceInfo, Launch, Operand, Slot
+from numfuse.problem.operands import format_of
+
+if TYPE_CHECKING:
+    from numfuse.backends.cuda.plan.program import Recorder, View
+    from numfuse.problem.networks import NetworkProblem
+
+_ENDS = ("value", "dot", "ddot")
+_RESULTS = ("u", "u_dot", "u_ddot")
+_GRADS = ("grad", "grad_dot", "grad_ddot")
+#: Bytes of shared memory that the system takes of each block.
+_RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a block runs a network; places in shared memory are in values.
+
+    The gradients are one flat array: WIDTH x WIDTH for the weights between hidden layers, then rows
+    of WIDTH: the hidden layers' biases, the first layer's weights, (used up:) sums of directions,
+    the last layer's weights transposed, its bias.
+    """
+
+    tile: Tile
+    threads: int
+    #: Blocks that share a multiprocessor.
+    resident: int
+    #: Points of a tile, and those that a thread of a pass takes together.
+    points: int
+    at_once: int
+    #: Whether threads are warps: the simulator has a few alone.
+    lanes: bool
+    widths: tuple[int, ...]
+    directions: int
+    members: int
+
+    @property
+    def count(self) -> int:
+        return len(self.widths) - 1
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a tile, those that no point has included."""
+        return self.threads // self.tile.across * self.tile.mr
+
+    @property
+    def team(self) -> int:
+        """Return the threads that make a whole gradient of weights."""
+        return (self.tile.width // self.tile.mr) * (self.tile.width // self.tile.nr)
+
+    @property
+    def slots(self) -> int:
+        """Return the rows of sums over points."""
+        return self.count - 1 + self.widths[0] + self.directions + self.widths[-1] + 1
+
+    def places(self, back: bool) -> tuple[dict[str, int], int]:
+        """Return where what a block keeps begins, and the end of it."""
+        tile, outputs, inputs = self.tile, self.widths[-1], self.widths[0]
+        width, inner = tile.width, self.count > 2
+        lengths = {
+            "TILE_AT": self.rows * tile.pitch,
+            "OTHER_AT": self.rows * tile.pitch if back and inner else 0,
+            "WEIGHTS_AT": width * tile.pitch if inner else 0,
+            "BIAS_AT": (self.count - 1) * width,
+            "FIRST_AT": inputs * width,
+            "MOVED_AT": self.directions * width,
+            "LAST_AT": outputs * width,
+            "INPUTS_AT": self.points * inputs,
+            "GRADS_AT": self.points * self.members * outputs if back else 0,
+            "SLOTS_AT": self.slots * self.threads if back else 0,
+        }
+        found, end = {}, 0
+        for name, length in lengths.items():
+            found[name], end = end, end + tiling.round_up(length, tile.few)
+        return found, end
+
+    @property
+    def squares(self) -> int:
+        """Return the values of the gradients of weights between hidden layers."""
+        return (self.count - 2) * self.tile.width**2
+
+    @property
+    def flat(self) -> int:
+        """Return the values of all gradients."""
+        return self.squares + self.slots * self.tile.width
+
+
+def _tiles(info: DeviceInfo, real: str, widest: int) -> list[tuple[Tile, int, int, int, bool]]:
+    """Return tiles with their threads, resident blocks, and points at once; the best one first."""
+    if not info.capability[0]:
+        width = tiling.round_up(max(widest, 8), 4)
+        tile = Tile(real, width, width + 2, width // 2, width // 2, width // 2, 2, 2)
+        return [(tile, width, 2, 2, False)]
+    few = 4 if real == "float32" else 2
+    found = []
+    for width, nr, threads, resident in tiling.NETWORK_TILES[real]:
+        if widest <= width:
+            tile = Tile(real, width, width + few, 8, nr, 8, width // nr, few)
+            found.append((tile, threads, resident, few, True))
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def sizes_of(
+    info: DeviceInfo, real: str, widths: tuple[int, ...], directions: int, seconds: int, back: bool
+) -> Sizes | None:
+    """Return how a block runs a network of these widths, from x to u; None: it does not."""
+    count, members = len(widths) - 1, 1 + directions + seconds
+    few = members <= tiling.NETWORK_MEMBERS and 0 < widths[-1] <= tiling.NETWORK_OUTPUTS
+    if real not in ("float32", "float64") or not (2 <= count <= MOST_LAYERS and few):
+        return None
+    if not 0 < widths[0] <= tiling.NETWORK_INPUTS or min(widths) < 1:
+        return None
+    if widths[-1] > min(max(widths[1:-1]), 8):
+        return None
+    for tile, threads, resident, at_once, lanes in _tiles(info, real, max(widths[1:-1])):
+        rows = threads // tile.across * tile.mr
+        step = threads // tile.width * at_once
+        points = rows // members // step * step
+        how = points, at_once, lanes, widths, directions, members
+        made = Sizes(tile, threads, resident, *how)
+        taken = made.places(back)[1] * ITEMSIZES[real]
+        if points and taken <= info.shared_per_block:
+            if (taken + _RESERVED) * resident > info.shared_per_multiprocessor and lanes:
+                return Sizes(tile, threads, 1, *how)
+            return made
+    return None
+
+
+def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str, Any]:
+    places, _ = s.places(p.backward)
+    tile, itemsize = s.tile, ITEMSIZES[real]
+    hidden, inputs = s.count - 1, s.widths[0]
+    weighted = p.weights is not None
+    counts = p.directions, p.seconds
+    how = p.activation, real, counts, p.pattern, weighted, p.guard
+    kind = np.dtype(real).type
+    found: dict[str, Any] = {name: at for name, at in places.items() if name != "TILE_AT"}
+    found |= {
+        "COUNT": s.count,
+        "WIDTHS": s.widths,
+        "WIDTH": tile.width,
+        "PITCH": tile.pitch,
+        "THREADS": s.threads,
+        "PARTS": s.threads // tile.width,
+        "POINTS": s.points,
+        "AT_ONCE": s.at_once,
+        "MEMBERS": s.members,
+        "GIVEN": s.members * (2 if p.backward else 1),
+        "DIRECTIONS": p.directions,
+        "INPUTS": inputs,
+        "OUTPUTS": s.widths[-1],
+        "WEIGHTS": max(1, p.seconds * p.directions),
+        "UNITS_AT": max(1, p.seconds * p.directions),
+        "FEW": tile.few,
+        "AHEAD": tile.few,
+        "MR": tile.mr,
+        "ACROSS": tile.across,
+        "LANES": s.lanes,
+        "HELD": min(8, tile.sums),
+        "TOTALS": tile.sums,
+        "REAL": getattr(types, real),
+        "ZERO": kind(0),
+        "NOTHING": kind(-0.0),
+        "SIZE": itemsize,
+        "LOAD": elements.loads(real),
+        "STORE": elements.stores(real),
+        "FIRST_ROW": row(*how, False, False),
+        "ROW": row(*how, False, p.seconds > 0),
+        "FIRST_ROW_BACK": row(*how, True, False),
+        "ROW_BACK": row(*how, True, p.seconds > 0),
+        "TEAM": s.team,
+        "TEAMS": s.threads // s.team,
+        "SQUARE": tile.width**2 * itemsize,
+        "SQUARE_ACROSS": tile.width // tile.nr,
+        "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
+        "EARLY": real == "float32",
+        "PLANE": s.squares * itemsize,
+        "FULL": all(width == tile.width for width in s.widths[1:-1]),
+        "STRIDE": s.threads // tile.width * s.members,
+        "KEEPS": p.keeps or (p.backward and not p.saved),
+        "SAVED": p.saved,
+        "POINT_KEPT": s.members * tile.width * itemsize,
+        "BLOCK_KEPT": (hidden - 1) * s.rows * tile.width * itemsize,
+        "SLOTS": s.slots,
+        "FIRST_SLOT": hidden,
+        "LAST_SLOT": hidden + inputs + p.directions,
+    }
+    return found | network_tiles.bindings(tile)
+
+
+def _steps(x: View, count: int) -> tuple[int, ...]:
+    """Return the last strides of an array, 0 for axes that it lacks."""
+    return (0,) * (count - len(x.strides)) + x.strides[-count:]
+
+
+def _wide(s: Sizes, inner: list[View]) -> str:
+    """Return along which axis all weights between hidden layers come by 16 bytes; "": none.
+
+    They must fill a tile, and a thread's part of one its registers.
+    """
+    few, width = s.tile.few, s.tile.width
+    if width * width % (few * s.threads) or width * width // s.threads > s.tile.sums:
+        return ""
+
+    def runs(w: View, axis: int) -> bool:
+        apart = w.strides[1 - axis]
+        one = w.strides[axis] == 1 and w.aligned((apart,)) >= few * w.itemsize
+        return one and w.shape == (width, width)
+
+    for axis, name in ((1, "rows"), (0, "columns")):
+        if all(runs(w, axis) for w in inner):
+            return name
+    return ""
+
+
+def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
+    """Record a network's jet, or the gradients of one."""
+    real, info = format_of(p.dtype), rec.device.info
+    s = sizes_of(info, real, p.widths, p.directions, p.seconds, p.backward)
+    assert s is not None and p.count
+    itemsize = ITEMSIZES[real]
+    at: dict[str, tuple[int, int]] = {}
+
+    def slot(name: str, x: View) -> Slot:
+        at[name] = x.at()
+        return Slot(name)
+
+    def known(name: str) -> View:
+        found = bind(name)
+        assert found is not None
+        return found
+
+    layers = []
+    for i in range(MOST_LAYERS):
+        if i >= s.count:
+            layers.append(Layer(0, 0, 0, 0, 0))
+            continue
+        w = known(f"weights_{i}")
+        bias, step = bind(f"biases_{i}"), 0
+        place: Any = 0
+        if bias is not None:
+            place, step = slot(f"biases_{i}", bias), bias.strides[-1]
+        row_step, column_step = w.strides
+        address = slot(f"weights_{i}", w)
+        layers.append(Layer(address, row_step, column_step, place, step))
+    ends = []
+    for name in _GRADS if p.backward else _RESULTS:
+        y = bind(name)
+        if y is None or 0 in y.shape:
+            ends.append(Member(0, 0, 0, 0))
+        else:
+            ends.append(Member(slot(name, y), *_steps(y, 3)))
+    x = known("points")
+    row_step, column_step = x.strides
+    blocks = s.resident * info.multiprocessors
+    least = s.threads // s.tile.width * s.at_once
+    share = max(-(-p.count // blocks), least)
+    grid = -(-p.count // share)
+    table = np.zeros(max(1, p.seconds * p.directions), p.dtype)
+    if p.weights is not None and p.weights.size:
+        table[: p.weights.size] = p.weights.ravel()
+    table = np.concatenate([table, p.units.astype(p.dtype).ravel()])
+    inner = s.rows * s.tile.width * itemsize
+    whole = p.count * s.members * s.tile.width * itemsize
+    given: dict[str, Any] = {
+        "kept": 0,
+        "layer_step": whole if p.saved or p.keeps else inner,
+        "x": Points(slot("points", x), row_step, column_step, p.count, share),
+        "layers": Layers(*layers),
+        "table": rec.constant(table),
+        "ends": Members(*ends),
+    }
+    if p.saved or p.keeps:
+        given["kept"] = slot("kept", known("kept"))
+    bindings = _bindings(rec, p, s, real)
+    bindings["WIDE_WEIGHTS"] = _wide(s, [known(f"weights_{i}") for i in range(1, s.count - 1)])
+    if p.backward:
+        teams = grid * bindings["TEAMS"]
+        if not p.saved:
+            kept = rec.fresh((grid * bindings["BLOCK_KEPT"] // itemsize,), real)
+            given |= {"kept": slot("kept", kept)}
+        planes = rec.fresh((teams, s.squares), real)
+        slots = rec.fresh((grid, s.slots * s.tile.width), real)
+        given |= {"planes": slot("planes", planes)}
+        given |= {"slots": slot("slots", slots)}
+        _launch(rec, p, s, backward, BACKWARD, bindings, grid, given, at)
+        flat = known("flat")
+        for number, length, table_, first in (
+            (teams, s.squares, planes, 0),
+            (grid, s.slots * s.tile.width, slots, s.squares),
+        ):
+            if length:
+                _join(rec, real, table_, flat, number, length, first)
+        return
+    _launch(rec, p, s, forward, FORWARD, bindings, grid, given, at)
+
+
+def _launch(
+    rec: Recorder, p: NetworkProblem, s: Sizes, template: Any, schema: Schema,
+    bindings: dict[str, Any], grid: int, given: dict[str, Any], at: dict[str, tuple[int, int]],
+) -> None:  # fmt: skip
+    """Record the launch of a kernel of all layers."""
+    name = f"network jet{' backward' if p.backward else ''} {s.tile.width}"
+    resident = s.resident if s.lanes else 0
+    how: Any = {"threads": s.threads, "blocks": resident, "name": name}
+    made = kernel_of(template, schema, bindings, **how)
+    shared = s.places(p.backward)[1] * ITEMSIZES[s.tile.real]
+    rec.launches((Launch(made, (grid, 1, 1), schema(**given), shared),), at)
+
+
+def _join(
+    rec: Recorder, real: str, planes: View, flat: View, count: int, length: int, first: int
+) -> None:
+    """Record the sum of planes, in their order, to a part of the flat result."""
+    out, work = Operand(real, (length, length, 1), ITEMSIZES[real]), Slot("work")
+    lengths = 1, count, 1, length
+    made, staged = joins.joins(rec.device.info, real, Slot("planes"), out, lengths, work)
+    rec.launches(made, {"planes": planes.at(), "out": flat.at(first)}, staged)
