@@ -7,6 +7,7 @@ It is recorded and repeated as every operation is (`call.entry`); which networks
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,10 @@ from numfuse.problem.networks import NetworkProblem
 
 if TYPE_CHECKING:
     from numfuse.adapters.stacks import Array, DeviceNetwork
+
+#: Whether one kernel runs a network that it can run. Only the simulator has run these kernels so far,
+#: so a GPU gets them where the environment asks for them.
+ENABLED = os.environ.get("NUMFUSE_CUDA_NETWORKS") == "1"
 
 _FLAGS = ["guard", "pattern", "seconds", "units", "weights", "length"]
 
@@ -142,6 +147,8 @@ class Whole:
 def whole(of: DeviceNetwork, ordinal: int, backward: bool) -> Whole | None:
     """Return how one kernel runs a network on a device; None: its layers are run one by one."""
     net = of.net
+    if not ENABLED:
+        return None
     activations = {id(f): f for _, _, f in net.layers[:-1]}
     if not (net.plain and len(activations) == 1 and net.dtype == net.acc and prod(net.x.shape)):
         return None

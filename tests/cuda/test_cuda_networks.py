@@ -27,6 +27,7 @@ F64, F32 = np.dtype(np.float64), np.dtype(np.float32)
 @pytest.fixture(autouse=True)
 def memory_holds_nan(monkeypatch):
     poisoned(monkeypatch, "cuda")
+    monkeypatch.setattr("numfuse.adapters.cuda_whole.ENABLED", True)
 
 
 class Case:
