@@ -30,6 +30,8 @@ ROWS = {
     for depth, width in ((4, 32), (4, 64))
 }
 Layers = list[tuple[np.ndarray, np.ndarray]]
+#: Seconds before each contestant: the threads of the one before still look for work for a while.
+REST = 0.02
 
 
 def operands(rng: np.random.Generator, points: int, sizes: Sequence[int], dtype: str) -> Any:
@@ -145,7 +147,8 @@ def main() -> None:
         end = time.perf_counter() + args.seconds
         while time.perf_counter() < end:
             for way, run in runs.items():
-                run()  # (the threads of the one before still spin for a while)
+                time.sleep(REST)
+                run()
                 start = time.perf_counter()
                 run()
                 times[way].append(time.perf_counter() - start)
