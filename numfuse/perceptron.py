@@ -143,7 +143,8 @@ class Network:
                 )
             own = () if bias is None else bias.shape[:-2]
             try:
-                self.batches.append(np.broadcast_shapes(self.batches[-1], w.shape[:-2], own))
+                leads = self.batches[-1], w.shape[:-2], own
+                self.batches.append(np.broadcast_shapes(*leads) if any(leads[1:]) else leads[0])
             except ValueError:
                 raise ValueError(
                     f"the batch axes of weights[{i}] must broadcast with {self.batches[-1]}, "

@@ -705,23 +705,30 @@ def test_launches_that_wait_for_helpers_go_alone_for_a_while():
         """
 wanted = forward()
 check_layer()
-launching._were_alone = 0  # (the first launch, of four threads, may have waited for its helpers)
-for expected in (4, 12, 28):
-    launching._alone = 0
+launching._pause = 0.0  # (the first launch, of four threads, may have waited for its helpers)
+for expected in (1, 3, 7):
+    before = launching.time.monotonic()
     launching._note_waiting(0.4, 1.0)
-    assert launching._alone == expected, launching._alone
+    assert launching._pause == expected * launching.ALONE, launching._pause
+    assert launching._until >= before + launching._pause
 entered.clear()
+launching._until = launching.time.monotonic() + 600
 assert all(forward() == wanted for _ in range(28)) and alone()
 launching._note_waiting = lambda waited, seconds: None
+launching._until = launching.time.monotonic()
 assert forward() == wanted and not alone()
 """,
         "omp",
     )
     run(
         """
-for waited, expected in ((0.4, 4), (0.1, 2), (0.1, 1), (0.1, 0)):
+launching._pause = 0.0
+for waited, expected in ((0.4, 1), (0.4, 3), (0.1, 1.5), (0.1, 0.75), (0.1, 0)):
     launching._note_waiting(waited, 1.0)
-    assert launching._were_alone == expected, launching._were_alone
+    assert launching._pause == expected * launching.ALONE, launching._pause
+for _ in range(20):
+    launching._note_waiting(0.4, 1.0)
+assert launching._pause == launching.MOST_ALONE
 """,
         "omp",
     )

@@ -32,9 +32,9 @@ class _Call:
 
     def __init__(self, net: Any) -> None:
         self.net, self.batch = net, net.batches[-1]
-        leads = [y.shape[:-2] for w, bias, _ in net.layers for y in (w, bias) if y is not None]
+        own = [y for w, bias, _ in net.layers for y in (w, bias) if y is not None and y.ndim > 2]
         #: Whether there is one network, whose points may have any axes.
-        self.alone = all(prod(lead) == 1 for lead in leads)
+        self.alone = all(prod(y.shape[:-2]) == 1 for y in own)
         self.networks = 1 if self.alone else prod(self.batch)
         self.arrays: dict[str, ndarray | None] = {"units": net.units, "table": net.weights}
         #: The gradients that are summed to their operands' shapes.
@@ -46,8 +46,9 @@ class _Call:
 
     def rows(self, x: ndarray, members: bool, own: bool) -> ndarray:
         """Return an array as (rows, columns), or so for each network; behind an axis of members."""
-        first, x = (x.shape[:1], x) if members else ((), x)
-        x = x if x.ndim > 1 else x[None]
+        if x.ndim <= 2 + members:
+            return x if x.ndim > 1 else x[None]
+        first = x.shape[:members]
         *lead, m, n = x.shape[members:]
         if self.alone and not own:
             return x.reshape(*first, prod(lead) * m, n)
@@ -67,10 +68,9 @@ class _Call:
     def gradient(self, name: str, x: ndarray, own: bool = False) -> ndarray:
         """Enter the gradient of an operand, and return it."""
         found = np.empty(x.shape, self.net.acc)
-        lead = x.shape[:-2]
-        summed = prod(lead) != self.networks and (not own or prod(lead) != 1)
-        if self.alone or not summed:
-            self.add(name, found, own)
+        count = 1 if x.ndim < 3 else prod(x.shape[:-2])
+        if self.alone or count == self.networks or (own and count == 1):
+            self.arrays[name] = self.rows(found, False, own)
         else:
             every = np.empty((*self.batch, *x.shape[-2:]), self.net.acc)
             self.later[name] = found, every

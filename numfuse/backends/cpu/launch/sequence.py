@@ -214,9 +214,14 @@ def program(
 
 def formulas_of(made: Program) -> list[Expr] | None:
     """Return the formulas that a program goes with; None where one is gone: it is for one call."""
-    found = [ref() for kernel in made.kernels for ref in kernel.formulas]
-    there = [x for x in found if x is not None]
-    return there if len(there) == len(found) else None
+    found = []
+    for kernel in made.kernels:
+        for ref in kernel.formulas:
+            formula = ref()
+            if formula is None:
+                return None
+            found.append(formula)
+    return found
 
 
 def _places(temporaries: Iterable[Operand], start: int) -> tuple[dict[str, int], int]:

@@ -133,9 +133,10 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
     An interrupt (Ctrl-C) can come between any two of these steps: what would have to be undone then
     (a lock, a place) is inside one native call.
     """
-    global _alone
-    if threads == 1 or _alone > 0:
-        _alone = max(0, _alone - 1)
+    global _until
+    if _until and time.monotonic() >= _until:
+        _until = 0.0
+    if threads == 1 or _until:
         entry("here")(*how)
         return
     team = share.team
@@ -159,22 +160,26 @@ WAITED = protocol.BOARD["B_WAITED"]
 LOOK = 20e-9
 #: Seconds that a helper may be late: more than waking it takes, less than a time slice of others.
 LATE = 2e-4
-#: How many of the next launches take no helpers, and how many did the last time that it came to it.
-#: Races between threads that launch at once only make them try again.
-_alone = _were_alone = 0
+#: Seconds without helpers after a launch that one held up: at first, and at the most. In time and
+#: not in launches, of which one may take as long as what holds up its helper does.
+ALONE, MOST_ALONE = 5e-4, 6.4e-2
+#: Until when launches take no helpers (0: they do), and for how long the last time that it came to
+#: it. Races between threads that launch at once only make them try again.
+_until = _pause = 0.0
 
 
 def _note_waiting(waited: float, seconds: float) -> None:
-    """Take no helpers for some launches after one that waited for a third of its time, each time
-    for more.
+    """Take no helpers for a while after a launch that waited for a third of its time, each time
+    for longer.
 
     Where other work has the other cores, a helper that is held up keeps its cell, and all wait.
     """
-    global _alone, _were_alone
+    global _until, _pause
     if waited < max(LATE, seconds / 3):
-        _were_alone //= 2
+        _pause = _pause / 2 if _pause > ALONE else 0.0
     else:
-        _alone = _were_alone = min(2 * _were_alone + 4, 256)
+        _pause = min(2 * _pause + ALONE, MOST_ALONE)
+        _until = time.monotonic() + _pause
 
 
 def _start_helpers(count: int) -> None:
