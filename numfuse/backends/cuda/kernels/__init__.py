@@ -5,5 +5,7 @@
 - `elementwise`, `epilogue`: an epilogue as a device function, and what a product does with its sums
 - `pointwise`, `rows`: passes over elements, printed from an epilogue
 - `jets`: the pass of a jet over points
+- `network`, `network_backward`, `network_passes`: a network's jet in one kernel, and its gradients
+- `network_tiles`, `network_rows`: its products in registers, and its formulas there
 - `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
 """
