@@ -6,6 +6,7 @@
 - `pointwise`, `rows`: passes over elements, printed from an epilogue
 - `jets`: the pass of a jet over points
 - `network`, `network_backward`, `network_passes`: a network's jet in one kernel, and its gradients
-- `network_tiles`, `network_rows`: its products in registers, and its formulas there
+- `network_tiles`, `network_warps`, `network_rows`: its products in registers, by threads and by
+  warps on tensor cores, and its formulas there
 - `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
 """
