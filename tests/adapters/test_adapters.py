@@ -13,12 +13,16 @@ import pytest
 from conftest import unavailable
 
 import numfuse as nf
-from numfuse import fusion, gated, jets, multilayer, networks
+from numfuse import epilogue_jets, fusion, gated, jets, multilayer, networks
 from numfuse.adapters.surface import NAMES, Functions
 
 DIFFERENTIATING = ("autograd", "torch", "jax")
 OWN = sorted(
-    {name for module in (fusion, gated, jets, multilayer, networks) for name in module.__all__}
+    {
+        name
+        for module in (epilogue_jets, fusion, gated, jets, multilayer, networks)
+        for name in module.__all__
+    }
     & set(nf.__all__)
 )
 

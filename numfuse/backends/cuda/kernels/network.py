@@ -212,8 +212,13 @@ def fetch_cotangents(memory, t, ends: Members, first, count):
 
 
 # --- the kernel -----------------------------------------------------------------------------------
+# Where a thread's part begins. On tensor cores a warp has 32 x 32 sums, and lane 4 g + s row g of
+# its rows, column g of the other factor's columns, and k = s.
 def own_row(t):
-    """Return the first row of a thread's tile, and the first of its warp's."""
+    """Return the first row of a thread's sums, and the first of its warp's."""
+    if TENSOR:
+        warp = (t >> 5) // (WIDTH // 32) * 32
+        return warp + ((t & 31) >> 2), warp
     if LANES:
         warp = (t >> 5) // (ACROSS // 4) * (8 * MR)
         return warp + ((t >> 1) & 7), warp
@@ -221,10 +226,42 @@ def own_row(t):
 
 
 def own_column(t):
-    """Return a thread's number along the columns."""
+    """Return a thread's number along the columns; on tensor cores its first column."""
+    if TENSOR:
+        return (t >> 5) % (WIDTH // 32) * 32 + ((t & 31) >> 2)
     if LANES:
         return (t >> 5) % (ACROSS // 4) * 4 + ((t & 1) | ((t >> 3) & 2))
     return t % ACROSS
+
+
+def left_at(t):
+    """Return where a thread's values of the tile's rows begin."""
+    row, _warp = own_row(t)
+    if TENSOR:
+        return row * PITCH + (t & 3)
+    return row * PITCH
+
+
+def right_at(t):
+    """Return where its columns of the weights begin."""
+    if TENSOR:
+        return WEIGHTS_AT + (t & 3) * PITCH + own_column(t)
+    return WEIGHTS_AT + own_column(t) * FEW
+
+
+def right_back_at(t):
+    """Return where its rows of the weights begin."""
+    if TENSOR:
+        return WEIGHTS_AT + own_column(t) * PITCH + (t & 3)
+    return WEIGHTS_AT + own_column(t) * PITCH
+
+
+def sums_at(t, step):
+    """Return where its sums begin in the tile; `step` is from a thread's columns to the next."""
+    row, _warp = own_row(t)
+    if TENSOR:
+        return row * PITCH + (own_column(t) - ((t & 31) >> 2) + 2 * (t & 3))
+    return row * PITCH + own_column(t) * step
 
 
 def write_results(memory, t, layers: Layers, ends: Members, first, count):
@@ -249,8 +286,8 @@ def hidden_layers(memory, t, layers: Layers, total, given, made, weights, count,
 
     `kept` is where the sums of the tile are kept, of the second layer on, `layer_step` bytes apart.
     """
-    row, warp_row = own_row(t)
-    column = own_column(t)
+    _row, warp_row = own_row(t)
+    left, right, to = left_at(t), right_at(t), sums_at(t, FEW)
     if COUNT > 2:
         fetch_weights(memory, t, layers, 1, total)
     first_pass(memory, t, given, made, weights, 0, count)
@@ -258,10 +295,10 @@ def hidden_layers(memory, t, layers: Layers, total, given, made, weights, count,
     for layer in range(1, COUNT - 1):
         CLEAR(total)
         if warp_row < count * MEMBERS:
-            for k in range(0, WIDTH, FEW):
-                MULTIPLY(total, memory, row * PITCH + k, WEIGHTS_AT + k * PITCH + column * FEW)
+            for k in range(0, WIDTH, CHUNK):
+                MULTIPLY(total, memory, left + k, right + k * PITCH)
         BARRIER()
-        PUT(total, memory, row * PITCH + column * FEW)
+        PUT(total, memory, to)
         BARRIER()
         if layer < COUNT - 2:
             fetch_weights(memory, t, layers, layer + 1, total)

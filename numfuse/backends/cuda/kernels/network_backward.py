@@ -18,9 +18,11 @@ from numfuse.backends.cuda.kernels.network import (
     fetch_points,
     fetch_weights,
     hidden_layers,
-    own_column,
+    left_at,
     own_row,
     prepare,
+    right_back_at,
+    sums_at,
 )
 from numfuse.backends.cuda.kernels.network_passes import (
     back_pass,
@@ -32,8 +34,11 @@ from numfuse.backends.cuda.kernels.network_passes import (
 
 
 def own_square(t):
-    """Return where a thread's part of a weight gradient begins: its row and its column."""
+    """Return where a thread's part of a weight gradient begins: in the tile's rows, and columns."""
     u = t % TEAM
+    if TENSOR:
+        warp = u >> 5
+        return warp // (WIDTH // 32) * 32, warp % (WIDTH // 32) * 32
     if SQUARE_LANES:
         warp = u >> 5
         down = warp // (SQUARE_ACROSS // 4) * 8 + ((u >> 1) & 7)
@@ -42,10 +47,26 @@ def own_square(t):
     return u // SQUARE_ACROSS * FEW, u % SQUARE_ACROSS * FEW
 
 
+def square_at(t):
+    """Return where its sums begin in a matrix in memory."""
+    down, across = own_square(t)
+    if TENSOR:
+        return (down + ((t & 31) >> 2)) * WIDTH + across + 2 * (t & 3)
+    return down * WIDTH + across
+
+
+def clear_rows(memory, t, rows):
+    """Write 0 behind the rows of both tiles, up to whole instructions of tensor cores."""
+    for i in range(t, (-rows % CHUNK) * WIDTH, THREADS):
+        at = (rows + i // WIDTH) * PITCH + i % WIDTH
+        POKE(memory, at, ZERO)
+        POKE(memory, OTHER_AT + at, ZERO)
+
+
 def add_weights(memory, t, total, before, plane, rows, fresh):
     """Add the gradient of a layer's weights: of the rows of this thread's team, to its plane."""
     down, across = own_square(t)
-    at = plane + (down * WIDTH + across) * SIZE
+    at = plane + square_at(t) * SIZE
     CLEAR(before)
     if EARLY:  # registers for it while the products are made
         if not fresh:
@@ -53,15 +74,22 @@ def add_weights(memory, t, total, before, plane, rows, fresh):
     team = t // TEAM
     part = (rows + (TEAMS - 1)) // TEAMS
     CLEAR(total)
-    row, end = team * part, min(rows, team * part + part)
-    while row + AHEAD <= end:
-        for i in unrolled(AHEAD):
-            here = (row + i) * PITCH
+    if TENSOR:
+        part = (part + (CHUNK - 1)) // CHUNK * CHUNK
+        lane = (t & 3) * PITCH + ((t & 31) >> 2)
+        for row in range(team * part, min(rows, team * part + part), CHUNK):
+            here = row * PITCH + lane
             MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
-        row += AHEAD
-    while row < end:
-        MULTIPLY_OUTER(total, memory, row * PITCH + OTHER_AT + down, row * PITCH + across)
-        row += 1
+    else:
+        row, end = team * part, min(rows, team * part + part)
+        while row + AHEAD <= end:
+            for i in unrolled(AHEAD):
+                here = (row + i) * PITCH
+                MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
+            row += AHEAD
+        while row < end:
+            MULTIPLY_OUTER(total, memory, row * PITCH + OTHER_AT + down, row * PITCH + across)
+            row += 1
     if not EARLY:
         if not fresh:
             LOAD_SQUARE(before, at)
@@ -103,8 +131,8 @@ def backward(x: Points, layers: Layers, table, ends: Members, kept, layer_step, 
     for i in unrolled(WEIGHTS):
         weights[i] = LOAD(table, i)
     t = cuda.threadIdx.x
-    row, warp_row = own_row(t)
-    column = own_column(t)
+    _row, warp_row = own_row(t)
+    left, right, to = left_at(t), right_back_at(t), sums_at(t, 1)
     block = cuda.blockIdx.x
     plane = planes + (block * TEAMS + t // TEAM) * PLANE
     prepare(memory, t, layers, table)
@@ -139,15 +167,16 @@ def backward(x: Points, layers: Layers, table, ends: Members, kept, layer_step, 
                 inner_pass(memory, t, given, made, weights, OTHER_AT, count, layer - 1, sums, True)
             else:
                 first_pass(memory, t, given, made, weights, OTHER_AT, count)
+            if TENSOR:
+                clear_rows(memory, t, rows)
             BARRIER()
             add_weights(memory, t, total, before, plane + (layer - 1) * SQUARE, rows, fresh)
             CLEAR(total)
             if warp_row < rows:
-                for k in range(0, WIDTH, FEW):
-                    at = WEIGHTS_AT + column * PITCH + k
-                    MULTIPLY_BACK(total, memory, row * PITCH + k, at)
+                for k in range(0, WIDTH, CHUNK):
+                    MULTIPLY_BACK(total, memory, left + k, right + k)
             BARRIER()
-            PUT_BACK(total, memory, row * PITCH + column)
+            PUT_BACK(total, memory, to)
             if layer > 1:
                 fetch_weights(memory, t, layers, layer - 1, total)
             BARRIER()
@@ -160,8 +189,7 @@ def backward(x: Points, layers: Layers, table, ends: Members, kept, layer_step, 
         CLEAR(total)
         CLEAR(before)
         for layer in range(1, COUNT - 1):
-            down, across = own_square(t)
-            at = plane + (layer - 1) * SQUARE + (down * WIDTH + across) * SIZE
+            at = plane + (layer - 1) * SQUARE + square_at(t) * SIZE
             ADD_SQUARE(total, before, at)
     BARRIER()
     write_slots(memory, t, table, slots + block * (SLOTS * WIDTH * SIZE))

@@ -48,6 +48,8 @@ class Tile:
     across: int
     #: Neighbours of one access.
     few: int
+    #: Whether warps multiply on tensor cores (`network_warps`), so many sums of each thread.
+    tensor: bool = False
 
     @property
     def key(self) -> str:
@@ -71,7 +73,7 @@ def _made(
     return intrinsic_of(name, tile.key, operands, body, results)
 
 
-def _place(builder: Any, memory: Any, at: Any, real: str) -> Any:
+def place(builder: Any, memory: Any, at: Any, real: str) -> Any:
     """Return the address of an element of shared memory."""
     return builder.add(memory, builder.shl(at, I32(3 if real == "float64" else 2)))
 
@@ -86,7 +88,7 @@ def rows_by_columns(tile: Tile) -> Any:
     row, few = tile.row_step * tile.pitch * size, tile.few
 
     def body(builder, sums, memory, x, y):
-        x, y = (_place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, tile.sums)
         left = [read_vector(builder, x, i * row, kind, few) for i in range(tile.mr)]
         for k in range(few):
@@ -122,7 +124,7 @@ def rows_by_rows(tile: Tile) -> Any:
     step = tile.across * tile.pitch
 
     def body(builder, sums, memory, x, y):
-        x, y = (_place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, tile.sums)
         left = [read_vector(builder, x, i * row, kind, few) for i in range(tile.mr)]
         for j in range(tile.nr):
@@ -150,7 +152,7 @@ def columns_by_columns(tile: Tile) -> Any:
     along, across = tile.width // tile.mr, tile.width // tile.nr
 
     def body(builder, sums, memory, x, y):
-        x, y = (_place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, tile.sums)
         left, right = [], []
         for i in range(0, tile.mr, tile.few):
@@ -178,7 +180,7 @@ def dot(tile: Tile) -> Any:
     kind, _ = FORMATS[tile.real]
 
     def body(builder, total, memory, x, y):
-        x, y = (_place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
         left, right = (read_vector(builder, at, 0, kind, tile.few) for at in (x, y))
         for a, b in zip(left, right, strict=True):
             total = fused(builder, a, b, total)
@@ -199,7 +201,7 @@ def put_neighbours(tile: Tile) -> Any:
     size = FORMATS[tile.real][1]
 
     def body(builder, sums, memory, at):
-        at = _place(builder, memory, at, tile.real)
+        at = place(builder, memory, at, tile.real)
         for i in range(tile.mr):
             for j in range(0, tile.nr, tile.few):
                 values = read_registers(builder, sums, i * tile.nr + j, tile.few)
@@ -221,7 +223,7 @@ def put_apart(tile: Tile) -> Any:
     size = FORMATS[tile.real][1]
 
     def body(builder, sums, memory, at):
-        at = _place(builder, memory, at, tile.real)
+        at = place(builder, memory, at, tile.real)
         for i in range(tile.mr):
             for j in range(tile.nr):
                 values = read_registers(builder, sums, i * tile.nr + j, 1)
@@ -305,7 +307,7 @@ def peek(tile: Tile) -> Any:
     """``peek(memory, at)``: a value of shared memory."""
 
     def body(builder, memory, at):
-        at = _place(builder, memory, at, tile.real)
+        at = place(builder, memory, at, tile.real)
         return read_vector(builder, at, 0, FORMATS[tile.real][0], 1)[0]
 
     def simulated(memory, at):
@@ -319,7 +321,7 @@ def poke(tile: Tile) -> Any:
     """``poke(memory, at, value)``: write a value of shared memory."""
 
     def body(builder, memory, at, value):
-        write_vector(builder, _place(builder, memory, at, tile.real), 0, [value])
+        write_vector(builder, place(builder, memory, at, tile.real), 0, [value])
 
     def simulated(memory, at, value):
         memory[at] = value
@@ -349,7 +351,7 @@ def store_few(tile: Tile) -> Any:
 
     def body(builder, held, first, memory, at):
         values = read_registers(builder, held, first, tile.few)
-        write_vector(builder, _place(builder, memory, at, tile.real), 0, values)
+        write_vector(builder, place(builder, memory, at, tile.real), 0, values)
 
     def simulated(held, first, memory, at):
         for i in range(tile.few):

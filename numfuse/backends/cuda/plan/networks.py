@@ -18,7 +18,7 @@ from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import kernel_of
-from numfuse.backends.cuda.kernels import joins, network_tiles
+from numfuse.backends.cuda.kernels import joins, network_tiles, network_warps
 from numfuse.backends.cuda.kernels.network import (
     FORWARD,
     MOST_LAYERS,
@@ -130,7 +130,9 @@ def _tiles(info: DeviceInfo, real: str, widest: int) -> list[tuple[Tile, int, in
     found = []
     for width, nr, threads, resident in tiling.NETWORK_TILES[real]:
         if widest <= width:
-            tile = Tile(real, width, width + few, 8, nr, 8, width // nr, few)
+            tensor = real == "float64" and info.capability >= (9, 0)
+            pitch = width + (4 if tensor else few)
+            tile = Tile(real, width, pitch, 8, nr, 8, width // nr, few, tensor)
             found.append((tile, threads, resident, few, True))
     return found
 
@@ -188,6 +190,8 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "WEIGHTS": max(1, p.seconds * p.directions),
         "UNITS_AT": max(1, p.seconds * p.directions),
         "FEW": tile.few,
+        "TENSOR": tile.tensor,
+        "CHUNK": network_warps.CHUNK if tile.tensor else tile.few,
         "AHEAD": tile.few,
         "MR": tile.mr,
         "ACROSS": tile.across,
@@ -221,7 +225,8 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "FIRST_SLOT": hidden,
         "LAST_SLOT": hidden + inputs + p.directions,
     }
-    return found | network_tiles.bindings(tile)
+    found |= network_tiles.bindings(tile)
+    return found | (network_warps.bindings(tile) if tile.tensor else {})
 
 
 def _steps(x: View, count: int) -> tuple[int, ...]:
