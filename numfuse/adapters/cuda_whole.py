@@ -17,6 +17,7 @@ from numpy import ndarray
 
 from numfuse.activations import Activation, get
 from numfuse.adapters.signatures import JetSignature
+from numfuse.backends import latest
 from numfuse.backends.cuda.call.entry import run
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.plan.networks import Sizes, sizes_of
@@ -120,22 +121,33 @@ class Whole:
         kept = self._run(None, shape, tuple(out))[3]
         return kept
 
+    def _compact(self, x: Array) -> Array:
+        """Return a copy in C order."""
+        made = self._of.empty(tuple(x.shape))
+        self._of.arrays.copy(x, made)
+        return made
+
     def backward(
         self, grads: Sequence[Array | None], kept: Array | None
     ) -> tuple[list[Array | None], list[Array | None]]:
-        """Return the gradients by weights and by biases: parts of one array."""
+        """Return the gradients by weights and by biases: parts of one array where these fill it."""
         of, s = self._of, self._sizes
         given = [None if y is not None and 0 in y.shape else y for y in grads]
         (flat,) = self._run([*given, kept], s.flat, None)
+        told = latest.call
         width, widths, last = s.tile.width, s.widths, s.count - 1
         rows = flat[s.squares :].reshape(s.slots, width)
         squares = flat[: s.squares].reshape(s.count - 2, width, width)
         head, tail = last + widths[0], last + widths[0] + s.directions
-        d_weights = [rows[last:head, : widths[1]]]
-        for i in range(last - 1):
-            d_weights.append(squares[i, : widths[i + 1], : widths[i + 2]])
-        turned = rows[tail : tail + widths[-1], : widths[-2]]
-        d_weights.append(of.arrays.turned(turned, (1, 0)))
+        found = [rows[last:head, : widths[1]]]
+        found += [squares[i, : widths[i + 1], : widths[i + 2]] for i in range(last - 1)]
+        d_weights = [
+            y if full == width else self._compact(y)
+            for y, full in zip(found, widths[1:-1], strict=True)
+        ]
+        latest.call = told  # and not a copy
+        tall = rows[tail : tail + widths[-1]].reshape(width, widths[-1])
+        d_weights.append(tall[: widths[-2]])
         lines = [rows[i, : widths[i + 1]] for i in range(last)] + [rows[-1, : widths[-1]]]
         d_biases = [
             None if bias is None else line.reshape(tuple(bias.shape))

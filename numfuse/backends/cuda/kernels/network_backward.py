@@ -115,7 +115,10 @@ def write_slots(memory, t, table, slots):
             POKE(memory, at, value)
         for slot in range(SLOTS):
             value = PEEK(memory, SLOTS_AT + slot * THREADS + column)
-            STORE(slots, slot * WIDTH + column, value)
+            to = slot * WIDTH + column
+            if LAST_SLOT <= slot and slot < LAST_SLOT + OUTPUTS:  # a row of weights together
+                to = LAST_SLOT * WIDTH + column * OUTPUTS + (slot - LAST_SLOT)
+            STORE(slots, to, value)
         column += THREADS
 
 

@@ -53,7 +53,7 @@ class Sizes:
 
     The gradients are one flat array: WIDTH x WIDTH for the weights between hidden layers, then rows
     of WIDTH: the hidden layers' biases, the first layer's weights, (used up:) sums of directions,
-    the last layer's weights transposed, its bias.
+    the last layer's weights in rows of its own columns, its bias.
     """
 
     tile: Tile
