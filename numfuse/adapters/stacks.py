@@ -53,7 +53,7 @@ def _sum(x: Any, y: Any) -> Any:
 
 
 class Arrays:
-    """What a network does with arrays of a kind beside its layers: here numfuse's own of a device.
+    """Operations of a network on arrays of a kind, beside its layers: numfuse's own of a device.
 
     `put` copies an array of the host to a device.
     """

@@ -118,6 +118,7 @@ def test_any_number_of_threads_gives_a_network_the_same_bits(dtype):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_bits_of_a_point_depend_on_it_alone(monkeypatch, dtype, sizes):
+    """Guards: the bits of a result do not depend on threads, blocks or its company."""
     x, weights, biases = network(sizes, 301, dtype)
     whole = nf.mlp_jet(x, weights, biases)
     d_x = nf.mlp_bwd(np.ones((301, sizes[-1]), dtype), x, weights, biases, needs=("x",)).d_x
@@ -183,6 +184,7 @@ def test_memory_of_a_network_does_not_grow_with_its_points(launches):
 
 
 def test_layers_that_are_too_wide_go_one_by_one(launches):
+    """Guards: networks of any width."""
     wide = networks.WIDEST + 1
     x, weights, biases = network((2, wide, 1), 20, np.float64)
     out = nf.mlp(x, weights, biases)

@@ -211,6 +211,7 @@ def test_gradients_of_points_go_by_layers_whatever_was_kept():
 
 
 def test_a_network_that_comes_again_is_found_and_other_constants_are_another():
+    """Guards: a repeated network is one look-up and one launch, with its own constants."""
     case = Case((2, 4, 1), 3, seconds=1)
     given = case.there((case.x, case.weights, case.biases))
     nf.mlp_jet(*given, **case.how)
