@@ -46,7 +46,7 @@ def _sum(x: Any, y: Any) -> Any:
 
 
 class Arrays:
-    """What a network does with arrays of a kind beside its layers: here numfuse's own of a device.
+    """A network's ways with arrays of a kind beside its layers: here numfuse's own of a device.
 
     `put` copies an array of the host to a device.
     """

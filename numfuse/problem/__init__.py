@@ -8,6 +8,7 @@
 - `forms`: the form of a call of an epilogue, and the formulas and products of its derivatives
 - `fused`: the problems of epilogues of products and operands
 - `jets`: first and second derivatives through a layer, and their backward
+- `networks`: a network's jet where one kernel runs all layers
 - `gates`: the gates and their derivatives, as epilogues of arrays
 - `second_order`: the double backward and forward mode
 """
