@@ -75,14 +75,14 @@ BOUNDS = {
     "backward": (3, 150, 970),
     "backward, out": (0, 120, 730),
     "backward, saved": (3, 131, 690),
-    "gate": (1, 74, 230),
-    "gate, in place": (0, 70, 240),
-    "gate backward": (2, 78, 320),
+    "gate": (1, 75, 230),
+    "gate, in place": (0, 71, 240),
+    "gate backward": (2, 79, 320),
     "double backward": (4, 169, 2112),
     "residual double backward": (5, 132, 1260),
     "tangent": (2, 122, 740),
     "residual tangent": (2, 124, 790),
-    "gate double backward": (3, 77, 410),
+    "gate double backward": (3, 78, 410),
     "gate tangent": (2, 75, 340),
 }
 
