@@ -150,6 +150,22 @@ def torch_call(x: np.ndarray, layers: Layers) -> Callable[[], Any]:
     return run
 
 
+def adapter_call(x: np.ndarray, layers: Layers) -> Callable[[], Any]:
+    """Return the call of numfuse through PyTorch: a loss of tensors, its gradient by autograd."""
+    import torch
+
+    weights, biases = ([torch.from_numpy(y).requires_grad_() for y in ys] for ys in zip(*layers))
+    points, second = torch.from_numpy(x), np.array([[1.0, 0.0]])
+    order = [y for pair in zip(weights, biases, strict=True) for y in pair]
+
+    def run() -> Any:
+        u, (u_x, u_t), (u_xx,) = nf.mlp_jet(points, weights, biases, second=second)
+        loss = (u_t + u * u_x - NU * u_xx).square().mean()
+        return torch.autograd.grad(loss, order)
+
+    return run
+
+
 def flat(found: Any) -> np.ndarray:
     """Return all gradients, layer by layer, as one vector."""
     if isinstance(found, tuple) and len(found) == 2:
@@ -203,6 +219,7 @@ def main() -> None:
             runs["jax.jit"] = jax_call(x, layers)
         if "torch" in args.peers:
             runs["torch"] = torch_call(x, layers)
+            runs["numfuse by torch"] = adapter_call(x, layers)
         exact = flat(
             ours(x.astype(np.float64), [tuple(map(np.float64, y)) for y in layers], True)()
         )
