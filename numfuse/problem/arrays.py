@@ -34,9 +34,3 @@ class ArraysByName:
     def results(self) -> tuple[str, ...]:
         """Return the names of all arrays that are written."""
         raise NotImplementedError
-
-    def without_terms(self) -> list[str] | None:
-        """Return the results that are zero, if nothing else is to be computed; else None."""
-        if self.results and self.m and self.n and 0 not in self.batch:
-            return None
-        return [name for name in self.results if self.arrays[name].size]

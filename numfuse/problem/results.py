@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy import ndarray
 
+from numfuse.problem.arrays import ArraysByName
 from numfuse.problem.operands import output
 
 #: Fields of a problem by name.
@@ -199,10 +200,11 @@ def without_terms(p: Any) -> list[str] | None:
     Where grad, or the result of a forward, has no element, no sum has a term, whatever lengths the
     other axes have. Where no result has an element, none is written.
     """
-    own = getattr(p, "without_terms", None)
-    if own is not None:
-        names: list[str] | None = own()
-        return names
+    if isinstance(p, ArraysByName):
+        names = p.results
+        if names and p.m and p.n and 0 not in p.batch:
+            return None
+        return [name for name in names if p.arrays[name].size]
     forward = hasattr(p, "out")
     terms = (p.out if forward else p.grad).size
     results = []

@@ -42,7 +42,9 @@ def used(activation, factor):
 
 def programs():
     """Return the programs that the backend has recorded, but those that depend on threads."""
-    return [entry.program for entry in BACKEND.replay.programs() if entry.program is not None]
+    # (a network's entry is its program)
+    found = [getattr(entry, "program", entry) for entry in BACKEND.replay.programs()]
+    return [program for program in found if program is not None]
 
 
 def living():

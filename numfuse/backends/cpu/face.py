@@ -61,8 +61,17 @@ class CpuBackend(OneRun):
             return Recording(sequence.nothing([names.index(x) for x in zeroed]), (), 0)
         large = _takes_threads(p)
         made = _RECORD[kind](p, names, threads.number() if large else 1)
+        # (`sequence.formulas_of`, written here: a first call passes as few functions as it can)
+        formulas, redefined = [], False
+        for kernel in made.kernels:
+            for ref in kernel.formulas:
+                formula = ref()
+                if formula is None:
+                    redefined = True
+                else:
+                    formulas.append(formula)
         varies = threads.number if large else None
-        return Recording(made, sequence.formulas_of(made), made.nbytes, varies)
+        return Recording(made, None if redefined else formulas, made.nbytes, varies)
 
     launch = staticmethod(sequence.run)
 

@@ -29,6 +29,7 @@ from numfuse.epilogues import Epilogue
 from numfuse.language.curves import inputs as leaves_of
 from numfuse.language.curves import leaf, rebuilt, replace_leaves
 from numfuse.language.graph import Expr, bottom_up, topological
+from numfuse.problem.results import without_terms
 
 if TYPE_CHECKING:
     from numfuse.problem.fused import FusedProblem
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
     """Record the results of an epilogue, and the products that they are factors of."""
-    nothing = p.without_terms()
+    nothing = without_terms(p)
     for name in p.zeroed if nothing is None else nothing:
         zero(rec, bind(name))
     if nothing is not None:

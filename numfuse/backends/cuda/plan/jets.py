@@ -25,6 +25,7 @@ from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
 from numfuse.problem.jets import GRADS, KEPT, LEFT, MEMBERS, OUTS, SUMS, Q
 from numfuse.problem.operands import format_of
+from numfuse.problem.results import without_terms
 
 if TYPE_CHECKING:
     from numfuse.problem.jets import JetProblem
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 def jet(rec: Recorder, p: JetProblem, bind: Bind) -> None:
     """Record a layer's jet, or its backward."""
-    empty = p.without_terms()
+    empty = without_terms(p)
     if empty is not None:
         for name in empty:
             zero(rec, bind(name))

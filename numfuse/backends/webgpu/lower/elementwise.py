@@ -19,6 +19,7 @@ from numfuse.backends.webgpu.stores import Region, Store
 from numfuse.epilogues import Epilogue
 from numfuse.problem.arrays import ArraysByName
 from numfuse.problem.operands import format_of
+from numfuse.problem.results import without_terms
 from numfuse.problem.shapes import equal, merge_axes
 from numfuse.runtime.strided import walk
 
@@ -39,7 +40,7 @@ def zero(store: Store, out: Region, accumulator: np.dtype[Any]) -> None:
 
 def zeroed(store: Store, p: ArraysByName, outs: Mapping[str, tuple[Region, bool]]) -> bool:
     """Record the zeros of a problem that has nothing else to compute; return whether it has not."""
-    empty = p.without_terms()
+    empty = without_terms(p)
     if empty is None:
         return False
     for name, (region, add) in outs.items():
