@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from numfuse.jets import matmul_bias_activation_jet, matmul_bias_activation_jet_bwd
     from numfuse.multilayer import mlp, mlp_bwd, mlp_double_bwd, mlp_jvp
     from numfuse.networks import mlp_jet, mlp_jet_bwd
+    from numfuse.packs import pack
 
 compose()
 
@@ -108,6 +109,7 @@ __all__ = [
     "mlp_jet",
     "mlp_jet_bwd",
     "mlp_jvp",
+    "pack",
     "relu_mul",
     "relu_mul_bwd",
     "sigmoid_mul",
@@ -143,6 +145,8 @@ def __getattr__(name: str) -> Any:
         home = "numfuse.networks" if name.startswith("mlp") else "numfuse.jets"
     elif name.startswith("mlp"):
         home = "numfuse.multilayer"
+    elif name == "pack":
+        home = "numfuse.packs"
     elif name.endswith(("_double_bwd", "_jvp")):
         home = "numfuse.differentials"
     value = getattr(import_module(home), name)

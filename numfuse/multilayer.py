@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends import resolve
-from numfuse.chains import NEEDS, SECOND_NEEDS, Chain, only
+from numfuse.chains import NEEDS, SECOND_NEEDS, Chain
 from numfuse.functional import ActivationLike, BackendLike
+from numfuse.networks import gradients_again, gradients_of, stored_gradients
 from numfuse.perceptron import Kept
 from numfuse.problem.operands import array_of, output, shaped
 from numfuse.problem.results import (
@@ -21,7 +22,9 @@ from numfuse.problem.results import (
     NetworkSecondGradients,
     Tangent,
     check_needs,
+    network_outputs,
 )
+from numfuse.repeats import again
 
 __all__ = ["mlp", "mlp_bwd", "mlp_double_bwd", "mlp_jvp"]
 
@@ -79,6 +82,10 @@ def mlp(
     >>> nf.mlp(np.ones((1, 2)), [np.ones((2, 3)), np.ones((3, 1))], None, "relu")
     array([[6.]])
     """
+    outs = () if out is None else (out,)
+    repeat = again("mlp", x, weights, biases, (), outs, activation, final, (), backend)
+    if type(repeat) is tuple:
+        return (repeat[0], Kept()) if keep else repeat[0]
     call = Chain("mlp", x, weights, biases, activation, final, True, backend)
     net, kept = call.net, Kept([], []) if keep else None
     if net is None:
@@ -89,7 +96,7 @@ def mlp(
     whole = getattr(resolve(backend), "network_jet", None)
     if made is None or net.dtype != net.acc:
         made = np.empty(shape, net.acc)
-    if whole is not None and whole(net, (made, *[np.empty(y, net.acc) for y in net.shapes[1:]])):
+    if whole is not None and whole(net, (made,), repeat):
         kept = Kept()
     else:
         call.run(kept, made)
@@ -112,6 +119,7 @@ def mlp_bwd(
     needs: Iterable[str] = ("weights", "biases"),
     kept: Any = None,
     guard: bool = True,
+    out: Any = None,
     backend: BackendLike = None,
 ) -> NetworkGradients:
     """The gradients of :func:`mlp`, by its weights, biases and input.
@@ -128,6 +136,8 @@ def mlp_bwd(
         What the forward returned with ``keep=True``; without it the forward is made again.
     guard : bool, default True
         Count a derivative of an activation that is not finite as 0.
+    out : tuple (d_x, d_weights, d_biases), optional
+        Where to write: an array, and tuples of arrays, layer by layer; None entries are allocated.
     backend : str or backend object, optional
 
     Returns
@@ -151,21 +161,39 @@ def mlp_bwd(
     [6.0, 3.0]
     """
     wanted = check_needs(needs, NEEDS)
-    call = Chain("mlp_bwd", x, weights, biases, activation, final, guard, backend)
-    net = call.net
     if kept is not None and not kept.inputs:
         kept = None
+    repeat = None
+    if kept is None:
+        how = activation, final, (wanted, bool(guard)), backend
+        repeat = gradients_again("mlp_bwd", x, weights, biases, (grad,), wanted, out, *how)
+        if type(repeat) is tuple:
+            return gradients_of(repeat, wanted)
+    call = Chain("mlp_bwd", x, weights, biases, activation, final, guard, backend)
+    net, targets = call.net, dict[str, Any]()
     if net is not None:
-        grad = call.cast("grad", shaped(array_of(grad), "grad", net.shapes[0]))
+        given = array_of(grad)
+        grad = call.cast("grad", shaped(given, "grad", net.shapes[0]))
+        others = {**net.given, "grad": given}
+        shapes = net.operand_shapes
+        targets = network_outputs(out, NEEDS, wanted, shapes, net.dtype, others, lambda _, y: y)
         whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
-        found = None if whole is None else whole(net, (grad, None, None), wanted)
+        found = None if whole is None else whole(net, (grad,), wanted, targets, repeat)
         if found is not None:
             d_x, pairs = found
-            every = (d_x, *map(tuple, zip(*pairs, strict=True)))
-            return NetworkGradients(*map(call.rounded, only(every, NEEDS, wanted)))
+            return stored_gradients(net, d_x, pairs, wanted, targets)
+    elif out is not None:
+        raise TypeError("out must be None for arrays that are differentiated through")
     if kept is None:
         call.run(kept := Kept([], []))
-    return NetworkGradients(*map(call.rounded, call.back(grad, kept, wanted)))
+    d_x, d_weights, d_biases = call.back(grad, kept, wanted)
+    if net is None:
+        return NetworkGradients(d_x, d_weights, d_biases)
+    pairs = [
+        [None if group is None else group[i] for group in (d_weights, d_biases)]
+        for i in range(len(net.layers))
+    ]
+    return stored_gradients(net, d_x, pairs, wanted, targets)
 
 
 def mlp_jvp(

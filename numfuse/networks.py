@@ -10,9 +10,11 @@ from numpy import ndarray
 
 from numfuse.backends import resolve
 from numfuse.functional import ActivationLike, BackendLike
+from numfuse.packs import Packed
 from numfuse.perceptron import Kept, Memory, Network
 from numfuse.problem.operands import array_of, output, same_dtype, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs, network_outputs
+from numfuse.repeats import Repeat, again, content
 from numfuse.runtime.dispatch import adapter_for
 
 __all__ = ["mlp_jet", "mlp_jet_bwd"]
@@ -103,6 +105,15 @@ def mlp_jet(
     >>> nf.mlp_jet(np.zeros((1, 1)), w, None)
     NetworkJet(u=array([[0.]]), u_dot=array([[[1.]]]), u_ddot=array([[[0.]]]))
     """
+    outs = tuple(out) if isinstance(out, (tuple, list)) else ()
+    repeat = None
+    if out is None or len(outs) == 3:
+        options = bool(guard), content(directions), content(second)
+        call = activation, final, options, backend
+        repeat = again("mlp_jet", x, weights, biases, (), outs, *call)
+        if type(repeat) is tuple:
+            found = NetworkJet(*repeat)
+            return (found, Kept()) if keep else found
     weights, biases = listed(weights), listed(biases)
     serve = _serving(x, weights, biases)
     if serve is not None:
@@ -112,7 +123,7 @@ def mlp_jet(
     net = Network("mlp_jet", x, weights, biases, *how)
     made, results = _outputs(net, out)
     whole = getattr(resolve(backend), "network_jet", None)
-    if whole is not None and whole(net, made):
+    if whole is not None and whole(net, made, repeat):
         found = _stored(results, made)
         return (found, Kept()) if keep else found
     blocks = [slice(0, net.x.shape[-2])] if keep else net.blocks(2)
@@ -218,12 +229,21 @@ def mlp_jet_bwd(
     """
     wanted = check_needs(needs, _NEEDS)
     grads = grad, grad_dot, grad_ddot
+    repeat = None
+    if kept is None or (type(kept) is Kept and not kept.inputs):
+        options = wanted, bool(guard), content(directions), content(second)
+        call = activation, final, options, backend
+        repeat = gradients_again("mlp_jet_bwd", x, weights, biases, grads, wanted, out, *call)
+        if type(repeat) is tuple:
+            return gradients_of(repeat, wanted)
     weights, biases = listed(weights), listed(biases)
     serve = _serving(x, weights, biases, grads)
     if serve is not None:
         rest = (activation, final, guard, backend), (directions, second)
         found: NetworkGradients = serve(grads, x, weights, biases, *rest, kept, wanted, out)
         return found
+    if kept is not None and not kept.inputs:
+        kept = None
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet_bwd", x, weights, biases, *how)
     given = []
@@ -239,12 +259,10 @@ def mlp_jet_bwd(
     how_out = out, _NEEDS, wanted, net.operand_shapes, net.dtype, others
     targets = network_outputs(*how_out, lambda _, y: y)
 
-    if kept is not None and not kept.inputs:
-        kept = None
     whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
-    gradients = None if whole is None else whole(net, given, wanted)
+    gradients = None if whole is None else whole(net, given, wanted, targets, repeat)
     if gradients is not None:
-        return _gradients(net, gradients[0], gradients[1], wanted, targets)
+        return stored_gradients(net, gradients[0], gradients[1], wanted, targets)
     totals: list[list[Any]] = [[None, None] for _ in net.layers]
     points = net.x.shape[-2]
     d_x = np.zeros(net.x.shape, net.acc) if "x" in wanted else None
@@ -257,10 +275,47 @@ def mlp_jet_bwd(
         if d_x is not None and d_rows is not None:
             d_x[..., rows, :] = d_rows
     memory.slab.release()
-    return _gradients(net, d_x, totals, wanted, targets)
+    return stored_gradients(net, d_x, totals, wanted, targets)
 
 
-def _gradients(
+def gradients_again(
+    name: str, x: Any, weights: Any, biases: Any, grads: tuple[Any, ...],
+    wanted: tuple[str, ...], out: Any, activation: Any, final: Any, options: Any, backend: Any,
+) -> tuple[Any, ...] | Repeat | None:  # fmt: skip
+    """Run a backward that came before, and return its results; see :func:`numfuse.repeats.again`.
+
+    `out` is (d_x, d_weights, d_biases), of which each may be None.
+    """
+    outs: tuple[Any, ...] = ()
+    if out is not None:
+        if not isinstance(out, (tuple, list)) or len(out) != len(_NEEDS):
+            return None
+        count = len(weights) if isinstance(weights, Sequence) else 0
+        outs = (out[0],)
+        for group in out[1:]:
+            if group is None:
+                outs += (None,) * count
+            elif type(group) in (tuple, list) and len(group) == count:
+                outs += tuple(group)
+            else:
+                return None
+    others = grads
+    if type(weights) is Packed:
+        every = range(len(weights))
+        others += tuple(weights.turned(i) if i or "x" in wanted else None for i in every)
+    how = activation, final, options, backend
+    return again(name, x, weights, biases, others, outs, *how)
+
+
+def gradients_of(results: Sequence[Any], wanted: Sequence[str]) -> NetworkGradients:
+    """Return the results of a repeated backward: d_x, those by weights, those by biases."""
+    count = len(results) // 2
+    groups = results[1 : 1 + count], results[1 + count :]
+    made = [tuple(y) if n in wanted else None for n, y in zip(_NEEDS[1:], groups, strict=True)]
+    return NetworkGradients(results[0], *made)
+
+
+def stored_gradients(
     net: Network,
     d_x: ndarray | None,
     totals: Sequence[Sequence[Any]],
@@ -276,7 +331,8 @@ def _gradients(
         target = targets.get(name)
         if target is None:
             return y.astype(net.dtype, copy=False)
-        target[...] = y
+        if target is not y:
+            target[...] = y
         return target
 
     made: list[list[Any]] = [[], []]

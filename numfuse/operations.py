@@ -22,6 +22,7 @@ from numfuse.problem.fields import FIELD_OF
 from numfuse.problem.operands import address, apart, array_of, as_plain, required
 from numfuse.problem.results import check_needs
 from numfuse.runtime.dispatch import AGAIN, adapter_for
+from numfuse.runtime.fingerprint import form_of
 from numfuse.runtime.replay import Replay
 
 
@@ -35,6 +36,8 @@ class _Kept:
     #: The type of the tuple that the results make; None of a single result.
     pack: type | None = None
     varies: Callable[[], Hashable] | None = None
+    #: The operands' dtypes, which the form in the fingerprint has by their addresses.
+    dtypes: Any = ()
 
 
 #: What makes the problem of each kind.
@@ -104,50 +107,38 @@ class Operation:
         backend: str | Backend | None = None,
     ) -> Any:
         """Run a call on these operands, in the order of `operands`; flags in that of `flags`."""
-        # The activation's serial number will be the first.
-        form: list[Hashable] = [None, self.mark, flags, needs]
-        for x in operands:
-            if type(x) is ndarray and (how := x.flags).aligned:
-                form += x.shape, x.dtype
-                if not how.c_contiguous:  # (else its strides follow from its shape)
-                    form.append(x.strides)
-            elif x is None:
-                form.append(None)
-            else:
-                run = AGAIN.get(type(x))
-                if run is not None:
-                    return run(self, operands, activation, flags, needs, out, backend)
-                return self.other(operands, activation, flags, needs, out, backend)
-        # (what `get` does, as it is the way of nearly every call)
-        act: Any = table.TABLE.get(activation) if type(activation) is str else activation
-        if type(act) is not Activation:
-            act = self.known(activation)
-        form[0] = act.serial
-        if type(needs) is not tuple:
-            needs = form[3] = check_needs(needs, self.needs)
-        outs: Any = ()
-        if out is not None:
-            # As many as there are results, or what the checks of `problem` will refuse.
-            outs = tuple(out) if self.several and type(out) in (tuple, list) else (out,)
-            form.append(len(outs))
-            if self.in_place:  # which of the operands each is
-                form += [next((i for i, y in enumerate(operands) if x is y), -1) for x in outs]
-            for x in outs:
-                if x is None:
-                    form.append(None)
-                elif type(x) is ndarray and (how := x.flags).aligned and how.writeable:
-                    form += x.shape, x.dtype
-                    if not how.c_contiguous:
-                        form.append(x.strides)
-                else:
-                    return self._first(operands, act, flags, needs, out, backend, None)
+        first = operands[0]
+        if type(first) is not ndarray and first is not None:
+            return self._otherwise(operands, activation, flags, needs, out, backend)
         chosen: Any = ACTIVE.get() if backend is None else backend
         if chosen is None or type(chosen) is str:
             chosen = LOADED.get(DEFAULT if chosen is None else chosen)
         replay = getattr(chosen, "replay", None)
         if type(replay) is not Replay:
-            return self._first(operands, act, flags, needs, out, backend, None)
-        key = tuple(form)
+            return self._otherwise(operands, activation, flags, needs, out, backend)
+        outs: Any = ()
+        if out is not None:
+            # As many as there are results, or what the checks of `problem` will refuse.
+            outs = tuple(out) if self.several and type(out) in (tuple, list) else (out,)
+        form = form_of((*operands, *outs) if outs else operands)
+        if form is None:
+            return self._otherwise(operands, activation, flags, needs, out, backend)
+        # (what `get` does, as it is the way of nearly every call)
+        act: Any = table.TABLE.get(activation) if type(activation) is str else activation
+        if type(act) is not Activation:
+            act = self.known(activation)
+        if type(needs) is not tuple:
+            needs = check_needs(needs, self.needs)
+        key: tuple[Hashable, ...] = act.serial, self.mark, flags, needs, form
+        if outs:
+            key = *key, len(outs)
+            if self.in_place:  # which of the operands each is
+                for x in outs:
+                    place = -1
+                    for i, y in enumerate(operands):
+                        if x is y:
+                            place = i
+                    key = *key, place
         try:
             found = replay.find(key)
         except TypeError:  # a name in `needs` that has no hash
@@ -165,6 +156,28 @@ class Operation:
             made.append(x if spec is None or x is not None else empty(*spec))
         chosen.launch(found.program, (*operands, *made))
         return tuple.__new__(found.pack, made)
+
+    def _otherwise(
+        self,
+        operands: tuple[Any, ...],
+        activation: Any,
+        flags: tuple[Any, ...],
+        needs: Any,
+        out: Any,
+        backend: str | Backend | None,
+    ) -> Any:
+        """Run a call that has no form, or on a backend that has no replay."""
+        for x in operands:
+            if x is None or (type(x) is ndarray and x.flags.aligned):
+                continue
+            run = AGAIN.get(type(x))
+            if run is not None:
+                return run(self, operands, activation, flags, needs, out, backend)
+            return self.other(operands, activation, flags, needs, out, backend)
+        act = activation if type(activation) is Activation else self.known(activation)
+        if type(needs) is not tuple:
+            needs = check_needs(needs, self.needs)
+        return self._first(operands, act, flags, needs, out, backend, None)
 
     def other(
         self,
@@ -242,10 +255,12 @@ class Operation:
         if not once:
             for x in results:
                 specs.append(None if x is None else (x.shape, x.dtype))
+            dtypes = {x.dtype for x in (*operands, *results) if x is not None}
             if made.varies is not None:
-                chosen.replay.keep(key, _Kept(None, varies=made.varies), made.formulas)
+                chosen.replay.keep(key, _Kept(None, (), None, made.varies, dtypes), made.formulas)
                 key = key, made.varies()
-            found = _Kept(made.program, tuple(specs), type(result) if several else None)
+            kind = type(result) if several else None
+            found = _Kept(made.program, tuple(specs), kind, None, dtypes)
             chosen.replay.keep(key, found, made.formulas, made.nbytes)
         chosen.launch(made.program, tuple(arrays))
         return result

@@ -20,8 +20,9 @@ from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.functional import BackendLike, matmul_bias_activation, matmul_bias_activation_bwd
 from numfuse.jets import BACKWARD, FORWARD, weights_of
+from numfuse.packs import Packed
 from numfuse.problem.jets import Stack
-from numfuse.problem.operands import array_of, same_dtype
+from numfuse.problem.operands import array_of, check_sequence, same_dtype
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.dispatch import adapter_for
 from numfuse.runtime.slabs import Slab
@@ -93,8 +94,7 @@ def sequences(
     weights: Any, biases: Any, activation: Any, final: Any
 ) -> tuple[Sequence[Any], Sequence[Any], tuple[Any, ...]]:
     """Return weights, biases and activations, one of each for every layer."""
-    if isinstance(weights, ndarray) or not isinstance(weights, Sequence) or not weights:
-        raise TypeError(f"weights must be a sequence of arrays, got {type(weights).__name__}")
+    check_sequence(weights)
     count = len(weights)
     if biases is None:
         biases = (None,) * count
@@ -125,6 +125,8 @@ class Network:
             if not isinstance(array_of(y), ndarray):
                 raise TypeError(f"{label} must be a NumPy array, got {type(y).__name__}")
         self.dtype, self.acc = same_dtype(named)
+        #: Weights that are packed, in the dtype of the computation.
+        self.packed = weights if type(weights) is Packed and self.dtype == self.acc else None
         self.given, self.backend, self.guard = named, backend, bool(guard)
         self.x = x = x.astype(self.acc, copy=False)
         if x.ndim < 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -200,6 +200,12 @@ def _overlaps_itself(x: ndarray) -> bool:
                 return True
             reach += (length - 1) * stride
     return False
+
+
+def check_sequence(weights: Any) -> None:
+    """Raise a TypeError for weights that are no sequence of one array or more."""
+    if isinstance(weights, ndarray) or not isinstance(weights, Sequence) or not weights:
+        raise TypeError(f"weights must be a sequence of arrays, got {type(weights).__name__}")
 
 
 def address(x: ndarray) -> int:

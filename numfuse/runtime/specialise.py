@@ -207,12 +207,14 @@ def kernel(template: Callable[..., Any], returns: Any = types.void, **bindings: 
     return _KERNELS.get(clone.__name__) or compiled(make)
 
 
-def entry(template: Callable[..., Any], signature: Any, **bindings: Any) -> Any:
-    """A function called from Python: releases the interpreter lock, compiled for `signature`."""
+def entry(
+    template: Callable[..., Any], signature: Any, *, nogil: bool = True, **bindings: Any
+) -> Any:
+    """A function called from Python, compiled for `signature`; `nogil`: without its lock."""
     clone = bound(template, bindings)
 
     def make() -> Any:
-        made = _with_cache(njit(nogil=True, **OPTIONS)(clone), clone)
+        made = _with_cache(njit(nogil=nogil, **OPTIONS)(clone), clone)
         made.compile(signature)
         made.disable_compile()
         return made

@@ -605,7 +605,7 @@ def test_an_interrupt_comes_when_a_kernel_is_compiled(monkeypatch):
 
     def noted(*arguments):
         if not finished:  # the main thread is waiting for this one by now
-            os.kill(os.getpid(), signal.SIGALRM)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
             handled.wait(60)  # (NVVM lets no other thread run, and may be through before)
         text = plain(*arguments)
         finished.append(text)

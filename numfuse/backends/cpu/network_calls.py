@@ -6,7 +6,7 @@ networks share has none, and what only some share is copied for each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,11 @@ from numfuse.problem.shapes import sum_to
 
 if TYPE_CHECKING:
     from numfuse.backends.cpu.face import CpuBackend
+    from numfuse.repeats import Repeat
 
 _RESULTS = "value", *SEVERAL
+#: Arrays of a call before its operands.
+CONSTANTS = 2
 
 
 class _Call:
@@ -36,12 +39,16 @@ class _Call:
         #: Whether there is one network, whose points may have any axes.
         self.alone = all(prod(y.shape[:-2]) == 1 for y in own)
         self.networks = 1 if self.alone else prod(self.batch)
+        #: In the order of a call's operands and results, behind two constants.
         self.arrays: dict[str, ndarray | None] = {"units": net.units, "table": net.weights}
+        if not net.directions:
+            self.arrays = {"units": None, "table": None}
         #: The gradients that are summed to their operands' shapes.
         self.later: dict[str, tuple[ndarray, ndarray]] = {}
         self.add("x", net.x)
-        for i, (w, bias, _) in enumerate(net.layers):
+        for i, (w, _, _) in enumerate(net.layers):
             self.add(f"w{i}", w, True)
+        for i, (_, bias, _) in enumerate(net.layers):
             self.add(f"b{i}", bias, True)
 
     def rows(self, x: ndarray, members: bool, own: bool) -> ndarray:
@@ -65,9 +72,13 @@ class _Call:
         self.arrays[name] = x
         return x
 
-    def gradient(self, name: str, x: ndarray, own: bool = False) -> ndarray:
-        """Enter the gradient of an operand, and return it."""
-        found = np.empty(x.shape, self.net.acc)
+    def gradient(
+        self, name: str, x: ndarray, own: bool = False, target: ndarray | None = None
+    ) -> ndarray:
+        """Enter the gradient of an operand, and return it: the `target` where it can be that."""
+        found = target
+        if found is None or found.dtype != self.net.acc or not self._direct(found):
+            found = np.empty(x.shape, self.net.acc)
         count = 1 if x.ndim < 3 else prod(x.shape[:-2])
         if self.alone or count == self.networks or (own and count == 1):
             self.arrays[name] = self.rows(found, False, own)
@@ -77,8 +88,23 @@ class _Call:
             self.add(name, every, own)
         return found
 
-    def run(self, backend: CpuBackend, backward: bool) -> bool:
-        """Launch the program of the call, recorded before or now; False where there is none."""
+    @staticmethod
+    def _direct(target: ndarray) -> bool:
+        """Return whether an array of the caller's can be written to as it is."""
+        how = target.flags
+        return how.aligned and (target.ndim <= 2 or how.c_contiguous)
+
+    def run(
+        self,
+        backend: CpuBackend,
+        backward: bool,
+        results: Sequence[ndarray | None],
+        repeat: Repeat | None,
+    ) -> bool:
+        """Launch the program of the call, recorded before or now; False where there is none.
+
+        It is kept for calls that come again as `repeat`, which has these results.
+        """
         net, form, elements = self.net, list[Any](), 0
         for name, y in self.arrays.items():
             if y is None:
@@ -96,8 +122,9 @@ class _Call:
         large = fmas >= tiling.parallel_fmas(library.registers(format_of(net.acc)))
         count = threads.number() if large else 1
         key = (
-            "network", backward, count, net.guard, net.pattern, net.directions, net.seconds,
-            self.networks, net.acc, *[f.serial for _, _, f in net.layers], *form,
+            "network", backward, count, net.packed is not None, net.guard, net.pattern,
+            net.directions, net.seconds, self.networks, net.acc,
+            *[f.serial for _, _, f in net.layers], *form,
         )  # fmt: skip
         made = backend.replay.find(key)
         if made is None:
@@ -108,17 +135,25 @@ class _Call:
             formulas = formulas_of(made)
             if formulas is not None:
                 backend.replay.keep(key, made, formulas, made.nbytes)
-        backend.launch(made, tuple(self.arrays.values()))
+        arrays = tuple(self.arrays.values())
+        backend.launch(made, arrays)
         for found, every in self.later.values():
             found[...] = sum_to(every, found.shape, net.acc)
+        formulas = None if repeat is None or self.later else formulas_of(made)
+        if repeat is not None and formulas is not None:
+            constants, own = arrays[:CONSTANTS], arrays[CONSTANTS:]
+            varies = threads.number if large else None
+            repeat.keep(made, constants, own, results, formulas, varies)
         return True
 
 
-def forward(backend: CpuBackend, net: Any, made: Sequence[ndarray]) -> bool:
-    """Write a network's jet to three arrays; False where it does not go this way."""
+def forward(
+    backend: CpuBackend, net: Any, made: Sequence[ndarray], repeat: Repeat | None = None
+) -> bool:
+    """Write a network's value, or its jet, to its arrays; False where it does not go this way."""
     call = _Call(net)
-    rows = [call.add(name, y) for name, y in zip(_RESULTS, made, strict=True)]
-    if not call.run(backend, False):
+    rows = [call.add(name, y) for name, y in zip(_RESULTS, made, strict=False)]
+    if not call.run(backend, False, made, repeat):
         return False
     for y, found in zip(made, rows, strict=True):
         if found is not None and found is not y and not np.may_share_memory(y, found):
@@ -127,19 +162,35 @@ def forward(backend: CpuBackend, net: Any, made: Sequence[ndarray]) -> bool:
 
 
 def backward(
-    backend: CpuBackend, net: Any, given: Sequence[ndarray | None], needs: Collection[str]
+    backend: CpuBackend,
+    net: Any,
+    given: Sequence[ndarray | None],
+    needs: Collection[str],
+    targets: Mapping[str, ndarray],
+    repeat: Repeat | None = None,
 ) -> tuple[ndarray | None, list[list[ndarray | None]]] | None:
-    """Return d_x, and of each layer d_w and d_bias; None where it does not go this way."""
+    """Return d_x, and of each layer d_w and d_bias; None where it does not go this way.
+
+    They are in `targets` where these can be written to.
+    """
     call = _Call(net)
-    for name, y in zip(_RESULTS, given, strict=True):
+    for name, y in zip(_RESULTS, given, strict=False):
         call.add(name, y)
-    d_x = call.gradient("d_x", net.x) if "x" in needs else None
-    pairs: list[list[ndarray | None]] = []
-    for i, (w, bias, _) in enumerate(net.layers):
-        pair: list[ndarray | None] = [None, None]
-        if "weights" in needs:
-            pair[0] = call.gradient(f"d_w{i}", w, True)
-        if "biases" in needs and bias is not None:
-            pair[1] = call.gradient(f"d_b{i}", bias, True)
-        pairs.append(pair)
-    return (d_x, pairs) if call.run(backend, True) else None
+    if net.packed is not None:
+        for i in range(len(net.layers)):
+            call.arrays[f"t{i}"] = net.packed.turned(i) if i or "x" in needs else None
+    d_x = None
+    if "x" in needs:
+        d_x = call.gradient("d_x", net.x, False, targets.get("d_x"))
+    call.arrays.setdefault("d_x", None)
+    groups: list[list[ndarray | None]] = [[], []]
+    for place, (name, label) in enumerate((("weights", "w"), ("biases", "b"))):
+        for i, layer in enumerate(net.layers):
+            x, key, made = layer[place], f"d_{label}{i}", None
+            if name in needs and x is not None:
+                made = call.gradient(key, x, True, targets.get(f"d_{name}[{i}]"))
+            call.arrays.setdefault(key, None)
+            groups[place].append(made)
+    if not call.run(backend, True, [d_x, *groups[0], *groups[1]], repeat):
+        return None
+    return d_x, list(map(list, zip(*groups, strict=True)))

@@ -59,6 +59,9 @@ class Layer(NamedTuple):
     activation: Activation
     w: Operand
     b: Operand | None
+    #: The transpose of weights that are packed, whose rows, as theirs, end in zeros.
+    turned: Operand | None = None
+    packed: bool = False
 
 
 class Form(NamedTuple):
@@ -94,6 +97,7 @@ def form_of(
     """Return the form of a call whose arrays are these; None where it is not for this way."""
     acc = format_of(net.acc)
     widths = [net.x.shape[-1], *(w.shape[-1] for w, _, _ in net.layers)]
+    packed = net.packed is not None
     empty = 0 in widths or not prod(net.x.shape[:-1]) or not networks
     if empty or max(widths) > WIDEST or len(arrays) > _ARRAYS:
         return None
@@ -102,10 +106,10 @@ def form_of(
         for name, x in arrays.items()
         if x is not None
     }
-    layers = [
-        Layer(w.shape[-2], w.shape[-1], f, found[f"w{i}"], found.get(f"b{i}"))
-        for i, (w, _, f) in enumerate(net.layers)
-    ]
+    layers = []
+    for i, (w, _, f) in enumerate(net.layers):
+        own = found[f"w{i}"], found.get(f"b{i}"), found.get(f"t{i}"), packed
+        layers.append(Layer(w.shape[-2], w.shape[-1], f, *own))
     how = net.directions, net.seconds, net.pattern, net.guard, acc, tuple(layers)
     return Form(found["x"].shape[-2], networks, *how, found, backward)
 
@@ -144,6 +148,8 @@ class _Layout:
         self.cells = -(-f.points // self.cell)
         packed, work, sums = _Places(), _Places(protocol.CONTEXT_BYTES), _Places()
         self.layers: list[dict[str, int]] = []
+        #: Of each layer, where copies of its operands go.
+        self.copies: list[dict[str, int]] = []
         whole = self.block * most
         # Of a forward, all layers but the first share a place for sums.
         shared = work.take(widest * self.block) if not f.backward else 0
@@ -154,13 +160,12 @@ class _Layout:
             turned = f.backward and (i > 0 or "d_x" in f.arrays)
             words = {
                 "L_K": x.k, "L_N": x.n, "L_MEMBERS": f.members(i),
-                "L_IN_STEP": in_step, "L_STEP": step,
-                "L_W": packed.take(x.k * step),
-                "L_TURNED": packed.take(x.n * in_step) if turned else -1,
-                "L_BIAS": packed.take(step) if x.b else -1,
+                "L_IN_STEP": in_step, "L_STEP": step, "L_BIAS": int(x.b is not None),
                 "L_D_W": sums.take(x.k * step) if f"d_w{i}" in f.arrays else -1,
                 "L_D_BIAS": sums.take(step) if f"d_b{i}" in f.arrays else -1,
             }  # fmt: skip
+            copies = self._copies(x, in_step, step, turned, packed, words)
+            self.copies.append(copies)
             if f.backward:
                 words["L_INPUT"], words["L_Z"] = work.take(whole * in_step), work.take(whole * step)
             else:
@@ -184,6 +189,29 @@ class _Layout:
             rows = max(groups.scratch_rows(g, f.directions, f.seconds) for g in every_row)
             work.take((rows - most) * self.block * max(self.steps))
         self.work = tiling.round_up(work.end, PAGE) + 5 * tiling.LINE
+
+    def _copies(
+        self, x: Layer, in_step: int, step: int, turned: bool, packed: _Places,
+        words: dict[str, int],
+    ) -> dict[str, int]:  # fmt: skip
+        """Return the places of copies; enter in a layer's words how its weights lie.
+
+        Rows of whole vectors, and those that were packed, are taken as they are.
+        """
+        size = self.r.itemsize
+        row, column = x.w.strides[-2:]
+        found = {"P_TABLE": packed.take(3 * 8), "P_W": -1, "P_TURNED": -1, "P_BIAS": -1}
+        found |= {"P_STEP": step, "P_TURNED_STEP": in_step}
+        words |= {"L_TABLE": found["P_TABLE"], "L_W_STEP": row, "L_TURNED_STEP": 0}
+        if not x.packed and (column != size or step != x.n * size):
+            found["P_W"], words["L_W_STEP"] = packed.take(x.k * step), step
+        if turned and x.turned is not None:
+            words["L_TURNED_STEP"] = x.turned.strides[-2]
+        elif turned:
+            found["P_TURNED"], words["L_TURNED_STEP"] = packed.take(x.n * in_step), in_step
+        if x.b is not None and (x.b.strides[-1] != size or step != x.n * size):
+            found["P_BIAS"] = packed.take(step)
+        return found
 
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -239,13 +267,9 @@ def _plan(
 
 def _packing(f: Form, at: _Layout) -> Iterator[Step]:
     cell, packed = network.cell(f.acc, "pack"), _packed(at, f.acc)
-    for x, words in zip(f.layers, at.layers, strict=True):
-        own = {
-            "P_W": words["L_W"], "P_STEP": words["L_STEP"], "P_BIAS": words["L_BIAS"],
-            "P_TURNED": words["L_TURNED"], "P_TURNED_STEP": words["L_IN_STEP"],
-        }  # fmt: skip
-        slots = {"PACKED": packed, "W": x.w, "BIAS": x.b}
-        yield _plan(at, cell, f.networks, 1, slots, own, D_K=x.k, D_N=x.n), {}
+    for x, places in zip(f.layers, at.copies, strict=True):
+        slots = {"PACKED": packed, "W": x.w, "BIAS": x.b, "TURNED": x.turned}
+        yield _plan(at, cell, f.networks, 1, slots, places, D_K=x.k, D_N=x.n), {}
 
 
 def _packed(at: _Layout, acc: str) -> Operand:

@@ -64,15 +64,24 @@ def own_words(descriptor: int, network: int, workspace: int) -> int:
 
 
 def pack_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """Copy a layer's weights and bias to the call's memory, rows padded with zeros; and turned."""
+    """Tell where a layer's weights, their transpose and its bias lie.
+
+    Those that are no rows of whole vectors are copied to the call's memory, padded with zeros.
+    """
     d = WORDS(OWN_WORDS(descriptor, cell, workspace))
     k, n, packed = d[D_K], d[D_N], d[SLOT_PACKED]
     w, row, column = d[SLOT_W], d[SLOT_W + 1], d[SLOT_W + 2]
-    PAD(w, row, column, k, n, packed + d[P_W], d[P_STEP])
+    table = WORDS(packed + d[P_TABLE])
+    table[0], table[1], table[2] = w, d[SLOT_TURNED], d[SLOT_BIAS]
+    if d[P_W] >= 0:
+        table[0] = packed + d[P_W]
+        PAD(w, row, column, k, n, table[0], d[P_STEP])
     if d[P_TURNED] >= 0:
-        PAD(w, column, row, n, k, packed + d[P_TURNED], d[P_TURNED_STEP])
+        table[1] = packed + d[P_TURNED]
+        PAD(w, column, row, n, k, table[1], d[P_TURNED_STEP])
     if d[P_BIAS] >= 0:
-        PAD(d[SLOT_BIAS], 0, d[SLOT_BIAS + 2], 1, n, packed + d[P_BIAS], d[P_STEP])
+        table[2] = packed + d[P_BIAS]
+        PAD(d[SLOT_BIAS], 0, d[SLOT_BIAS + 2], 1, n, table[2], d[P_STEP])
 
 
 def take(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
@@ -176,19 +185,20 @@ def forward_block(
         )  # fmt: skip
     for i in range(layers):
         w = WORDS(layer)
-        packed, stack, z = d[SLOT_PACKED], workspace + w[L_INPUT], workspace + w[L_Z]
+        table = WORDS(d[SLOT_PACKED] + w[L_TABLE])
+        stack, z = workspace + w[L_INPUT], workspace + w[L_Z]
         step, out_step = w[L_IN_STEP], w[L_STEP]
         vectors = out_step // VECTOR
-        bias = packed + w[L_BIAS] if w[L_BIAS] >= 0 else 0
+        bias = table[2] if w[L_BIAS] != 0 else 0
         moved = points * (w[L_MEMBERS] - 1)
         CALL_PRODUCT(
-            w[L_ALONG], stack, step, points, w[L_K], packed + w[L_W], out_step, vectors,
+            w[L_ALONG], stack, step, points, w[L_K], table[0], w[L_W_STEP], vectors,
             z, out_step, bias, 0,
         )  # fmt: skip
         if moved > 0 and (i > 0 or fresh):
             CALL_PRODUCT(
-                w[L_ALONG], stack + points * step, step, moved, w[L_K], packed + w[L_W],
-                out_step, vectors, z + points * out_step, out_step, 0, 0,
+                w[L_ALONG], stack + points * step, step, moved, w[L_K], table[0],
+                w[L_W_STEP], vectors, z + points * out_step, out_step, 0, 0,
             )  # fmt: skip
         if w[L_ROW] != 0:
             elements = points * out_step // SIZE
@@ -225,7 +235,7 @@ def backward_block(
 ) -> None:
     """Add what a block gives to the gradients at `partial`; write its rows of d_x."""
     d = WORDS(descriptor)
-    layers, packed = d[N_LAYERS], d[SLOT_PACKED]
+    layers = d[N_LAYERS]
     grad, q = workspace + d[N_GRAD], workspace + d[N_Q]
     w = WORDS(descriptor + 8 * (N_LAYER + (layers - 1) * LAYER_WORDS))
     step, n = w[L_STEP], w[L_N]
@@ -255,12 +265,13 @@ def backward_block(
                 w[L_DOWN], stack, in_step, w[L_K], points * w[L_MEMBERS], slopes, step,
                 step // VECTOR, partial + w[L_D_W], step, 0, add,
             )  # fmt: skip
-        if w[L_TURNED] >= 0:
+        if w[L_TURNED_STEP] != 0:
             # (of the first layer's inputs the points alone are no constants)
             rows = points if i == layers - 1 else points * w[L_MEMBERS]
             target = grad if slopes == q else q
+            turned = WORDS(d[SLOT_PACKED] + w[L_TABLE])[1]
             CALL_PRODUCT(
-                w[L_ALONG], slopes, step, rows, w[L_N], packed + w[L_TURNED], in_step,
+                w[L_ALONG], slopes, step, rows, w[L_N], turned, w[L_TURNED_STEP],
                 in_step // VECTOR, target, in_step, 0, 0,
             )  # fmt: skip
             if target == q:

@@ -67,7 +67,7 @@ D_SLOTS = DESCRIPTOR.end
 NETWORK_SLOTS = Schema("""
     PACKED X UNITS TABLE  # weights and biases, points, directions, weights of second derivatives
     VALUE DIRECTION SECOND  # results, or their cotangents
-    PARTIAL D_X W BIAS
+    PARTIAL D_X W BIAS TURNED
 """)
 NETWORK = Schema(
     """
@@ -78,7 +78,8 @@ NETWORK = Schema(
     N_MADE  # layers that a backward makes again
     N_GRAD N_Q N_SCRATCH N_ONE  # places in the workspace
     N_PARTIAL  # bytes of a cell's sums
-    P_W P_STEP P_TURNED P_TURNED_STEP P_BIAS  # of a layer that is packed: places, bytes of a row
+    P_TABLE  # where a layer's addresses go: of its weights, their transpose and its bias
+    P_W P_STEP P_TURNED P_TURNED_STEP P_BIAS  # of a layer: places of copies, bytes of their rows
     N_CELLS  # of a network, where there is a batch of them
     N_WORDS N_OWN  # words of the descriptor, and where in the workspace a network has its own
     N_BATCH  # from here on, of each slot the bytes from network to network
@@ -88,11 +89,12 @@ NETWORK = Schema(
 #: Behind them, the words of each layer.
 N_LAYER = NETWORK["N_BATCH"] + len(NETWORK_SLOTS)
 #: Of a layer: its sizes, members of its inputs, bytes of a row of its inputs and of its sums;
-#: places of what is packed, of its stacks in the workspace and of its gradients in a cell's sums
-#: (-1: none); the addresses of its products and of its row functions (0: none).
+#: where its addresses are (`P_TABLE`), bytes of a row of its weights and of their transpose (0: not
+#: needed), whether it has a bias; places of its stacks in the workspace and of its gradients in a
+#: cell's sums (-1: none); the addresses of its products and of its row functions (0: none).
 LAYER = Schema("""
     L_K L_N L_MEMBERS L_IN_STEP L_STEP
-    L_W L_TURNED L_BIAS
+    L_TABLE L_W_STEP L_TURNED_STEP L_BIAS
     L_INPUT L_Z L_OUT
     L_D_W L_D_BIAS
     L_ALONG L_DOWN L_ROW L_BACK
