@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 _RESULTS = "value", *SEVERAL
 
 
-class _Call:
+class NetworkArrays:
     """The arrays of a call, as rows and as one batch of networks."""
+
+    #: What tells the programs of `record` from others, and how many members a point has at least.
+    kind, members = "network", 0
+    record = staticmethod(record)
 
     def __init__(self, net: Any) -> None:
         self.net, self.batch = net, net.batches[-1]
@@ -77,6 +81,21 @@ class _Call:
             self.add(name, every, own)
         return found
 
+    def gradients(
+        self, needs: Collection[str]
+    ) -> tuple[ndarray | None, list[list[ndarray | None]]]:
+        """Enter the gradients that are needed; return d_x, and of each layer d_w and d_bias."""
+        d_x = self.gradient("d_x", self.net.x) if "x" in needs else None
+        pairs: list[list[ndarray | None]] = []
+        for i, (w, bias, _) in enumerate(self.net.layers):
+            pair: list[ndarray | None] = [None, None]
+            if "weights" in needs:
+                pair[0] = self.gradient(f"d_w{i}", w, True)
+            if "biases" in needs and bias is not None:
+                pair[1] = self.gradient(f"d_b{i}", bias, True)
+            pairs.append(pair)
+        return d_x, pairs
+
     def run(self, backend: CpuBackend, backward: bool) -> bool:
         """Launch the program of the call, recorded before or now; False where there is none."""
         net, form, elements = self.net, list[Any](), 0
@@ -92,11 +111,11 @@ class _Call:
         for w, _, _ in net.layers:
             elements += w.shape[-2] * w.shape[-1]
         points = net.x.shape[-2] * prod(self.batch)
-        fmas = points * net.members(1) * elements
+        fmas = points * max(net.members(1), self.members) * elements
         large = fmas >= tiling.parallel_fmas(library.registers(format_of(net.acc)))
         count = threads.number() if large else 1
         key = (
-            "network", backward, count, net.guard, net.pattern, net.directions, net.seconds,
+            self.kind, backward, count, net.guard, net.pattern, net.directions, net.seconds,
             self.networks, net.acc, *[f.serial for _, _, f in net.layers], *form,
         )  # fmt: skip
         made = backend.replay.find(key)
@@ -104,7 +123,9 @@ class _Call:
             f = form_of(net, self.arrays, self.networks, backward)
             if f is None:
                 return False
-            made = record(f, tuple(self.arrays), count)
+            made = self.record(f, tuple(self.arrays), count)
+            if made is None:
+                return False
             formulas = formulas_of(made)
             if formulas is not None:
                 backend.replay.keep(key, made, formulas, made.nbytes)
@@ -116,7 +137,7 @@ class _Call:
 
 def forward(backend: CpuBackend, net: Any, made: Sequence[ndarray]) -> bool:
     """Write a network's jet to three arrays; False where it does not go this way."""
-    call = _Call(net)
+    call = NetworkArrays(net)
     rows = [call.add(name, y) for name, y in zip(_RESULTS, made, strict=True)]
     if not call.run(backend, False):
         return False
@@ -130,16 +151,8 @@ def backward(
     backend: CpuBackend, net: Any, given: Sequence[ndarray | None], needs: Collection[str]
 ) -> tuple[ndarray | None, list[list[ndarray | None]]] | None:
     """Return d_x, and of each layer d_w and d_bias; None where it does not go this way."""
-    call = _Call(net)
+    call = NetworkArrays(net)
     for name, y in zip(_RESULTS, given, strict=True):
         call.add(name, y)
-    d_x = call.gradient("d_x", net.x) if "x" in needs else None
-    pairs: list[list[ndarray | None]] = []
-    for i, (w, bias, _) in enumerate(net.layers):
-        pair: list[ndarray | None] = [None, None]
-        if "weights" in needs:
-            pair[0] = call.gradient(f"d_w{i}", w, True)
-        if "biases" in needs and bias is not None:
-            pair[1] = call.gradient(f"d_b{i}", bias, True)
-        pairs.append(pair)
+    d_x, pairs = call.gradients(needs)
     return (d_x, pairs) if call.run(backend, True) else None

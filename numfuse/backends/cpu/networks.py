@@ -111,7 +111,7 @@ def form_of(
 
 
 # --- places -------------------------------------------------------------------------------------
-class _Places:
+class Places:
     """Bytes from the beginning of some memory, handed out on lines."""
 
     def __init__(self, start: int = 0) -> None:
@@ -124,7 +124,7 @@ class _Places:
         return found
 
 
-class _Layout:
+class Layout:
     """How many points a block is of, and where layers have their weights, stacks and sums."""
 
     def __init__(self, f: Form) -> None:
@@ -142,7 +142,7 @@ class _Layout:
         most_cells = max(FEWEST_CELLS, min(MOST_CELLS, SUMS_BYTES // weights))
         self.cell = self.block * -(-f.points // (self.block * most_cells))
         self.cells = -(-f.points // self.cell)
-        packed, work, sums = _Places(), _Places(protocol.CONTEXT_BYTES), _Places()
+        packed, work, sums = Places(), Places(protocol.CONTEXT_BYTES), Places()
         self.layers: list[dict[str, int]] = []
         whole = self.block * most
         # Of a forward, all layers but the first share a place for sums.
@@ -179,7 +179,7 @@ class _Layout:
         self.scratch = work.end
         if max(f.directions, f.seconds) > groups.UNROLLED:
             every_row = {
-                _group(f, i, back) for back in {False, f.backward} for i in range(len(f.layers))
+                group_of(f, i, back) for back in {False, f.backward} for i in range(len(f.layers))
             }
             rows = max(groups.scratch_rows(g, f.directions, f.seconds) for g in every_row)
             work.take((rows - most) * self.block * max(self.steps))
@@ -187,7 +187,7 @@ class _Layout:
 
 
 # --- kernels ------------------------------------------------------------------------------------
-def _group(f: Form, layer: int, backward: bool) -> groups.Group:
+def group_of(f: Form, layer: int, backward: bool) -> groups.Group:
     """Return the group of a layer's row function, which takes all members of a block at once."""
     curve, moved = f.layers[layer].activation.curve, layer > 0 and f.seconds > 0
     jet = (layer_jet_backward if backward else layer_jet)(curve)
@@ -205,16 +205,16 @@ def _group(f: Form, layer: int, backward: bool) -> groups.Group:
 
 def _row(f: Form, layer: int, backward: bool) -> Kernel:
     """Return the row function of a layer."""
-    return groups.row(_group(f, layer, backward))
+    return groups.row(group_of(f, layer, backward))
 
 
 # --- plans --------------------------------------------------------------------------------------
-def _plan(
-    at: _Layout, cell: Kernel, cells: int, threads: int, slots: Mapping[str, Operand | None],
+def plan_of(
+    at: Layout, cell: Kernel, cells: int, threads: int, slots: Mapping[str, Operand | None],
     words: Mapping[str, int], layers: Sequence[int] = (), kernels: Sequence[Kernel] = (),
     **head: int,
 ) -> Plan:  # fmt: skip
-    """Return a plan of cells of `kernels.network`."""
+    """Return a plan of cells of networks (`kernels.network`, `kernels.network_second`)."""
     named, places, own = 0, list[tuple[int, str]](), [0] * (3 * len(protocol.NETWORK_SLOTS))
     batch = [0] * len(protocol.NETWORK_SLOTS)
     for name, x in slots.items():
@@ -237,26 +237,37 @@ def _plan(
     return Plan(cell.address, descriptor, tuple(places), cells, at.work, threads, call, used)
 
 
-def _packing(f: Form, at: _Layout) -> Iterator[Step]:
-    cell, packed = network.cell(f.acc, "pack"), _packed(at, f.acc)
+def packing(f: Form, at: Layout) -> Iterator[Step]:
+    """Yield the steps that pack weights and biases."""
     for x, words in zip(f.layers, at.layers, strict=True):
-        own = {
-            "P_W": words["L_W"], "P_STEP": words["L_STEP"], "P_BIAS": words["L_BIAS"],
-            "P_TURNED": words["L_TURNED"], "P_TURNED_STEP": words["L_IN_STEP"],
-        }  # fmt: skip
-        slots = {"PACKED": packed, "W": x.w, "BIAS": x.b}
-        yield _plan(at, cell, f.networks, 1, slots, own, D_K=x.k, D_N=x.n), {}
+        yield pack(f, at, (x.k, x.n), (x.w, x.b), words)
 
 
-def _packed(at: _Layout, acc: str) -> Operand:
+def pack(
+    f: Form, at: Layout, sizes: tuple[int, int], given: tuple[Operand | None, Operand | None],
+    words: Mapping[str, int], dot: str = "",
+) -> Step:  # fmt: skip
+    """Return the step that packs a layer's weights and bias; `dot` is "_DOT" of their tangents."""
+    cell, (k, n) = network.cell(f.acc, "pack"), sizes
+    own = {
+        "P_W": words[f"L_W{dot}"], "P_STEP": words["L_STEP"], "P_BIAS": words[f"L_BIAS{dot}"],
+        "P_TURNED": words[f"L_TURNED{dot}"], "P_TURNED_STEP": words["L_IN_STEP"],
+    }  # fmt: skip
+    slots = {"PACKED": packed_weights(at, f.acc), "W": given[0], "BIAS": given[1]}
+    return plan_of(at, cell, f.networks, 1, slots, own, D_K=k, D_N=n), {}
+
+
+def packed_weights(at: Layout, acc: str) -> Operand:
+    """Return the call's memory of packed weights and biases, of each network."""
     return temporary("packed", (at.f.networks, 1, at.packed // at.r.itemsize), acc)
 
 
-def _partials(at: _Layout, acc: str) -> Operand:
+def partial_sums(at: Layout, acc: str) -> Operand:
+    """Return the call's memory of the sums of cells."""
     return temporary("partials", (at.f.networks, at.cells, at.sums // at.r.itemsize), acc)
 
 
-def _cells(f: Form, at: _Layout, threads: int) -> Step:
+def _cells(f: Form, at: Layout, threads: int) -> Step:
     """Return the step in which blocks pass the layers."""
     last = len(f.layers) - 1
     along, down = (network.products(f.acc, x) for x in (False, True))
@@ -286,15 +297,15 @@ def _cells(f: Form, at: _Layout, threads: int) -> Step:
     }  # fmt: skip
     names = "x", "units", "table", "value", "direction", "second", "d_x"
     slots = {name.upper(): f.arrays.get(name) for name in names}
-    slots["PACKED"] = _packed(at, f.acc)
+    slots["PACKED"] = packed_weights(at, f.acc)
     if f.backward:
-        slots["PARTIAL"] = _partials(at, f.acc)
+        slots["PARTIAL"] = partial_sums(at, f.acc)
     cell = network.cell(f.acc, "backward" if f.backward else "forward")
     count = f.networks * at.cells
-    return _plan(at, cell, count, threads, slots, head, words, tuple(kernels)), {}
+    return plan_of(at, cell, count, threads, slots, head, words, tuple(kernels)), {}
 
 
-def _joins(f: Form, at: _Layout, threads: int) -> Iterator[Step]:
+def joins(f: Form, at: Layout, threads: int) -> Iterator[Step]:
     """Yield the steps that join the sums of cells to gradients."""
     cell, size = library.join_cell(f.acc), at.r.itemsize
     for i, (x, words) in enumerate(zip(f.layers, at.layers, strict=True)):
@@ -321,10 +332,10 @@ def _joins(f: Form, at: _Layout, threads: int) -> Iterator[Step]:
 
 def record(f: Form, names: Sequence[str], threads: int) -> Program:
     """Return the program of a network's call on arrays of these names."""
-    at = _Layout(f)
-    phases: list[list[Step]] = [[*_packing(f, at)], [_cells(f, at, threads)]]
-    own = [_packed(at, f.acc)]
+    at = Layout(f)
+    phases: list[list[Step]] = [[*packing(f, at)], [_cells(f, at, threads)]]
+    own = [packed_weights(at, f.acc)]
     if f.backward:
-        phases.append([*_joins(f, at, threads)])
-        own.append(_partials(at, f.acc))
+        phases.append([*joins(f, at, threads)])
+        own.append(partial_sums(at, f.acc))
     return program(names, [phases], own)

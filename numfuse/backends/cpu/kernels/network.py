@@ -306,8 +306,8 @@ def products(acc: str, down: bool) -> specialise.Kernel:
 
 
 @functools.cache
-def cell(acc: str, name: str) -> specialise.Kernel:
-    """Return a cell: "pack", "forward" or "backward"."""
+def names(acc: str) -> dict[str, Any]:
+    """Return the names that cells bind: words, and what they call."""
     r = library.registers(acc)
     words: dict[str, Any] = {
         "D_K": protocol.DESCRIPTOR["D_K"],
@@ -337,5 +337,11 @@ def cell(acc: str, name: str) -> specialise.Kernel:
     steps = own_words, take, pad, give, results_of, results_step, open_rows, call_rows
     for template in (*steps, forward_block, backward_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
+    return words
+
+
+@functools.cache
+def cell(acc: str, name: str) -> specialise.Kernel:
+    """Return a cell: "pack", "forward" or "backward"."""
     templates = {"pack": pack_cell, "forward": forward_cell, "backward": backward_cell}
-    return specialise.kernel(templates[name], **words)
+    return specialise.kernel(templates[name], **names(acc))

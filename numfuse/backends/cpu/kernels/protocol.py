@@ -68,6 +68,7 @@ NETWORK_SLOTS = Schema("""
     PACKED X UNITS TABLE  # weights and biases, points, directions, weights of second derivatives
     VALUE DIRECTION SECOND  # results, or their cotangents
     PARTIAL D_X W BIAS
+    X_DOT GRAD  # tangents of points, and a cotangent of the tangents of results
 """)
 NETWORK = Schema(
     """
@@ -89,13 +90,16 @@ NETWORK = Schema(
 N_LAYER = NETWORK["N_BATCH"] + len(NETWORK_SLOTS)
 #: Of a layer: its sizes, members of its inputs, bytes of a row of its inputs and of its sums;
 #: places of what is packed, of its stacks in the workspace and of its gradients in a cell's sums
-#: (-1: none); the addresses of its products and of its row functions (0: none).
+#: (-1: none); the addresses of its products and of its row functions (0: none).  Where tangents
+#: pass too: places of those of its weights and bias, whether its sums move, and whether the sums
+#: of its values are made.
 LAYER = Schema("""
     L_K L_N L_MEMBERS L_IN_STEP L_STEP
     L_W L_TURNED L_BIAS
     L_INPUT L_Z L_OUT
     L_D_W L_D_BIAS
     L_ALONG L_DOWN L_ROW L_BACK
+    L_W_DOT L_TURNED_DOT L_BIAS_DOT L_MOVED L_SUMS
 """)
 #: Context words: the slots, then the address and stride of the scratch rows.
 SCRATCH = Schema("C_SCRATCH C_SCRATCH_STRIDE", 3 * MOST_SLOTS)
