@@ -6,7 +6,7 @@ networks share has none, and what only some share is copied for each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from numpy import ndarray
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import library
 from numfuse.backends.cpu.launch import threads
-from numfuse.backends.cpu.launch.sequence import formulas_of
-from numfuse.backends.cpu.networks import SEVERAL, form_of, record
+from numfuse.backends.cpu.launch.sequence import Program, formulas_of
+from numfuse.backends.cpu.networks import SEVERAL, Form, form_of, record
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import sum_to
 
@@ -32,7 +32,7 @@ class NetworkArrays:
 
     #: What tells the programs of `record` from others, and how many members a point has at least.
     kind, members = "network", 0
-    record = staticmethod(record)
+    record: Callable[[Form, Sequence[str], int], Program | None] = staticmethod(record)
 
     def __init__(self, net: Any) -> None:
         self.net, self.batch = net, net.batches[-1]
@@ -116,7 +116,7 @@ class NetworkArrays:
         count = threads.number() if large else 1
         key = (
             self.kind, backward, count, net.guard, net.pattern, net.directions, net.seconds,
-            self.networks, net.acc, *[f.serial for _, _, f in net.layers], *form,
+            self.networks, net.acc, *[f.serial for _, _, f in net.layers], *self.arrays, *form,
         )  # fmt: skip
         made = backend.replay.find(key)
         if made is None:
