@@ -11,7 +11,7 @@ import oracle
 import pytest
 import tolerance
 from arrays import bits, in_layout, normal, unwritten
-from conftest import served
+from conftest import served, traits
 from hypothesis import strategies as st
 from test_conformance import (
     arrays,  # noqa: F401  (a fixture that every test here uses)
@@ -38,6 +38,13 @@ from numfuse import expr as ex
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("unrecorded")]
 
 SECOND = ("grad", *EVERY)
+
+
+def share(backend):
+    """One of so many examples: a device makes a shader for each form, and goes layer by layer."""
+    return 2 if traits(backend).memory == "host" else 20
+
+
 #: By kind of operand (x, weights, biases): whether it moves; a layer's own is drawn besides.
 kinds = st.tuples(st.booleans(), st.booleans(), st.booleans())
 
@@ -156,7 +163,7 @@ def close(name, got, wanted, dtype, backend):
     check(name, got, summed, dtype, backend)
 
 
-@sampled(60, call=moving)
+@sampled(120, share, call=moving)
 def test_a_network_and_its_tangent_are_exact_within_the_bound(backend, call):
     given, _, along = call
     dtype, of = given["x"].dtype, Running(given, backend)
@@ -170,7 +177,7 @@ def test_a_network_and_its_tangent_are_exact_within_the_bound(backend, call):
 
 
 @pytest.mark.long
-@sampled(60, call=moving)
+@sampled(120, share, call=moving)
 def test_a_double_backward_is_exact_within_the_bound(backend, call):
     given, grad, along = call
     dtype, of = given["x"].dtype, Running(given, backend)
@@ -191,7 +198,7 @@ def test_a_double_backward_is_exact_within_the_bound(backend, call):
                 close(f"d_{name}[{i}]", d, wanted, dtype, backend)
 
 
-@sampled(30, call=moving, data=st.data())
+@sampled(60, share, call=moving, data=st.data())
 def test_a_double_backward_has_what_is_needed_and_no_more(backend, call, data):
     given, grad, along = call
     needs = tuple(name for name in SECOND if data.draw(st.booleans()))
