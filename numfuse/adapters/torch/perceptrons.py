@@ -50,7 +50,7 @@ def _tensors(found: Sequence[Any]) -> list[Tensor | None]:
 def _flags(ctx: Any, names: Sequence[str], operands: _Given, call: ValueCall) -> list[bool]:
     """Return which gradients a backward is asked for."""
     x, weights, _ = call.apart(operands[-len(call.names) :])
-    found = asked(ctx, names, operands, is_small(x, weights[0]))
+    found = asked(ctx, names, operands, is_small(x, max(weights, key=Tensor.numel)))
     return [name in found for name in names]
 
 
