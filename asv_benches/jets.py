@@ -178,6 +178,21 @@ def flat(found: Any) -> np.ndarray:
     return np.concatenate(every).astype(np.float64)
 
 
+def by_turns(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+    """Return the seconds that each contestant's calls take, one after another by turns."""
+    times: dict[str, list[float]] = {way: [] for way in runs}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for way, run in runs.items():
+            time.sleep(REST)
+            for _ in range(CALLS):
+                run()
+            start = time.perf_counter()
+            run()
+            times[way].append(time.perf_counter() - start)
+    return times
+
+
 def on_webgpu(seconds: float) -> None:
     """Print float32 rows on a WebGPU device."""
     for points, sizes in ((2000, (2, *[32] * 4, 1)), (20000, (2, *[64] * 4, 1))):
@@ -225,20 +240,11 @@ def main() -> None:
         exact = flat(
             ours(x.astype(np.float64), [tuple(map(np.float64, y)) for y in layers], True)()
         )
-        times: dict[str, list[float]] = {way: [] for way in runs}
         errors = {}
         for way, run in runs.items():
             errors[way] = np.abs(flat(run()) - exact).max() / np.abs(exact).max()
             run()
-        end = time.perf_counter() + args.seconds
-        while time.perf_counter() < end:
-            for way, run in runs.items():
-                time.sleep(REST)
-                for _ in range(CALLS):
-                    run()
-                start = time.perf_counter()
-                run()
-                times[way].append(time.perf_counter() - start)
+        times = by_turns(runs, args.seconds)
         told = ", ".join(
             f"{way} {1e3 * np.median(t):.2f} ms ({errors[way]:.0e})" for way, t in times.items()
         )

@@ -39,7 +39,10 @@ class Chain:
         self.x, self.layers = x, list(zip(w, b, activations, strict=True))
         named = {"x": x} | {f"weights[{i}]": y for i, y in enumerate(w)}
         named |= {f"biases[{i}]": y for i, y in enumerate(b) if y is not None}
-        if adapter_for(**named) is None:
+        adapter = adapter_for(**named)
+        #: What an adapter runs a network with as one operation, where it can.
+        self.whole = getattr(adapter, "perceptron", None)
+        if adapter is None:
             width = (0, *getattr(x, "shape", ()))[-1]
             none = np.zeros((0, width)), np.zeros((0, 0))
             how = activation, *none, final, guard, backend
@@ -82,6 +85,14 @@ class Chain:
     # --- layer by layer -------------------------------------------------------------------------
     def run(self, kept: Kept | None = None, out: Any = None) -> Any:
         """Return the value; what a backward takes goes to `kept`."""
+        if self.whole is not None and kept is None and out is None:
+            found = self.whole(self)
+            if found is not None:
+                return found
+        return self.one_by_one(kept, out)
+
+    def one_by_one(self, kept: Kept | None = None, out: Any = None) -> Any:
+        """Return the value as `run`, by the layers' operations."""
         h, last = self.x, len(self.layers) - 1
         for i, (w, bias, f) in enumerate(self.layers):
             given: Any = {"out": out if i == last else None, "backend": self.backend}

@@ -1,7 +1,7 @@
 """Hop 1 of networks' values: a multilayer perceptron, its gradients, theirs, and its tangent.
 
-Where a backend has whole networks, the value and its gradients are one call of it. Else, and for
-what is beyond, the layers' own operations follow one another (:mod:`numfuse.chains`).
+Where a backend has whole networks, each is one call of it. Else the layers' own operations follow
+one another (:mod:`numfuse.chains`).
 """
 
 from __future__ import annotations
@@ -242,7 +242,13 @@ def mlp_jvp(
     """
     call = Chain("mlp_jvp", x, weights, biases, activation, final, guard, backend)
     moved = call.group("weights_dot", weights_dot, 0), call.group("biases_dot", biases_dot, 1)
-    *_, found = call.tangents(call.cast("x_dot", x_dot, call.x), *moved)
+    x_dot = call.cast("x_dot", x_dot, call.x)
+    found = None
+    if call.net is not None:
+        whole = getattr(resolve(backend), "network_jvp", None)
+        found = None if whole is None else whole(call.net, x_dot, *moved)
+    if found is None:
+        *_, found = call.tangents(x_dot, *moved)
     return Tangent(*map(call.rounded, found))
 
 
@@ -300,7 +306,12 @@ def mlp_double_bwd(
     wanted = tuple(name for name in SECOND_NEEDS if name in chosen)
     call = Chain("mlp_double_bwd", x, weights, biases, activation, final, guard, backend)
     groups = call.group("v", v, 0), call.group("w", w, 1)
+    u = call.cast("u", u, call.x)
+    found = None
     if call.net is not None:
         grad = call.cast("grad", shaped(array_of(grad), "grad", call.net.shapes[0]))
-    found = call.twice(call.cast("u", u, call.x), *groups, grad, wanted)
+        whole = getattr(resolve(backend), "network_double_bwd", None)
+        found = None if whole is None else whole(call.net, u, *groups, grad, wanted)
+    if found is None:
+        found = call.twice(u, *groups, grad, wanted)
     return NetworkSecondGradients(*map(call.rounded, found))

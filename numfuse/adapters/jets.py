@@ -186,15 +186,13 @@ class FormulaCall:
 
 
 @dataclass(frozen=True)
-class NetworkCall:
-    """A network's jet: its operands are x, the weights, and the biases."""
+class NetworkOperands:
+    """The operands of a network's call, x, the weights, and the biases, as one sequence."""
 
     #: The last one is the last layer's.
     activations: tuple[Activation, ...]
     guard: bool
     backend: Any
-
-    result: ClassVar = NetworkJet
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,9 +200,29 @@ class NetworkCall:
         layers = range(len(self.activations))
         return "x", *(f"weights[{i}]" for i in layers), *(f"biases[{i}]" for i in layers)
 
-    def _apart(self, x: Sequence[Any]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    def apart(self, x: Sequence[Any]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+        """Return x, the weights and the biases, or what belongs to each of them."""
         count = len(self.activations)
         return x[0], tuple(x[1 : 1 + count]), tuple(x[1 + count :])
+
+    def groups(self, needs: Sequence[bool]) -> tuple[str, ...]:
+        """Return the `needs` of a public function that has the gradients of these operands."""
+        every = zip(("x", "weights", "biases"), self.apart(needs), strict=True)
+        return tuple([name for name, need in every if need is True or any_of(need)])
+
+    def flat(self, found: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+        """Return gradients as one sequence, None where one is not needed."""
+        d_x, d_weights, d_biases = found
+        nothing = (None,) * len(self.activations)
+        every = d_x, *(d_weights or nothing), *(d_biases or nothing)
+        return [d if need else None for d, need in zip(every, needs, strict=True)]
+
+
+@dataclass(frozen=True)
+class NetworkCall(NetworkOperands):
+    """A network's jet."""
+
+    result: ClassVar = NetworkJet
 
     def _options(self, constants: Constants) -> Mapping[str, Any]:
         return {
@@ -218,7 +236,7 @@ class NetworkCall:
     def forward(self, x: Sequence[Any], constants: Constants, keep: bool) -> tuple[Any, Any]:
         """Return the results, and what the backward takes as `kept`."""
         options = self._options(constants)
-        found = mlp_jet(*self._apart(x), self.activations[:-1], keep=keep, **options)
+        found = mlp_jet(*self.apart(x), self.activations[:-1], keep=keep, **options)
         return found if keep else (found, None)
 
     def backward(
@@ -230,18 +248,13 @@ class NetworkCall:
         kept: Any = None,
     ) -> list[Any]:
         """Return the gradient of each operand, None where it is not needed."""
-        groups = dict(zip(("x", "weights", "biases"), self._apart(needs), strict=True))
-        wanted = tuple([name for name, need in groups.items() if need is True or any_of(need)])
-        options = {"needs": wanted, "kept": kept, **self._options(constants)}
-        operands: Any = *grads, *self._apart(x), self.activations[:-1]
-        found = mlp_jet_bwd(*operands, **options)
-        nothing = (None,) * len(self.activations)
-        flat = [found.d_x, *(found.d_weights or nothing), *(found.d_biases or nothing)]
-        return [d if need else None for d, need in zip(flat, needs, strict=True)]
+        options = {"needs": self.groups(needs), "kept": kept, **self._options(constants)}
+        operands: Any = *grads, *self.apart(x), self.activations[:-1]
+        return self.flat(mlp_jet_bwd(*operands, **options), needs)
 
     def shapes(self, x: Sequence[Any], constants: Constants) -> tuple[tuple[int, ...], ...]:
         """Return the results' shapes, of operands and constants of which only these are read."""
-        points, weights, biases = self._apart(x)
+        points, weights, biases = self.apart(x)
         matrices = [y for y in (points, *weights) if y is not None]
         matrices += [y for y in biases if y is not None and y.ndim > 1]
         batch = np.broadcast_shapes(*[tuple(y.shape[:-2]) for y in matrices])
@@ -254,11 +267,11 @@ class NetworkCall:
         """Raise for shapes and dtypes that do not fit; nothing of the arrays is read."""
         hidden, final = self.activations[:-1], self.activations[-1]
         options: Any = hidden, *constants, final, self.guard, self.backend
-        Network("mlp_jet", *self._apart(x), *options)
+        Network("mlp_jet", *self.apart(x), *options)
 
     def plain(self, ops: Any, x: Sequence[Any], constants: Constants) -> tuple[Any, ...]:
         """Return the results by `ops`."""
-        h, weights, biases = self._apart(x)
+        h, weights, biases = self.apart(x)
         units, second = constants
         units = np.eye(h.shape[-1]) if units is None else units
         units = ops.constant(units, h)
@@ -275,7 +288,7 @@ class NetworkCall:
 
     def gradients(self, found: Sequence[Any], needs: Sequence[str]) -> NetworkGradients:
         """Return gradients, one for each operand, as the public function has them."""
-        groups = zip(self._apart(found), ("x", "weights", "biases"), strict=True)
+        groups = zip(self.apart(found), ("x", "weights", "biases"), strict=True)
         return NetworkGradients(*[y if name in needs else None for y, name in groups])
 
 

@@ -25,6 +25,7 @@ from numfuse.adapters.autograd.epilogues import fused
 from numfuse.adapters.autograd.jets import layer as epilogue_jet
 from numfuse.adapters.autograd.jets import layer as jet
 from numfuse.adapters.autograd.jets import network
+from numfuse.adapters.autograd.perceptrons import perceptron
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How, Primitive
 from numfuse.adapters.surface import NAMES, Functions
 from numfuse.operations import OPERATIONS
@@ -40,6 +41,7 @@ __all__ = [
     "fused",
     "jet",
     "network",
+    "perceptron",
     "synchronize",
     "to_numpy",
 ]

@@ -5,7 +5,7 @@ often differentiable, and as modules.
 - `epilogues`: nodes of epilogues and gated layers, and what their derivatives are made of;
   `formulas`: derived formulas; `pieces`: calls that are no nodes
 - `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
-- `jets`: jets of layers and networks
+- `jets`: jets of layers and networks; `perceptrons`: networks' values
 - `replayed`: calls on the CPU that come again
 - `compiled`: a layer that is trained in a program of torch.compile
 - `operators`: a primitive as an operator of PyTorch; `rules`: its derivatives
@@ -30,6 +30,7 @@ from numfuse.adapters.torch.jets import network
 from numfuse.adapters.torch.kept import recompute
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
+from numfuse.adapters.torch.perceptrons import perceptron
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
@@ -46,6 +47,7 @@ __all__ = [
     "epilogue_jet",
     "jet",
     "network",
+    "perceptron",
     "recompute",
     "synchronize",
     "to_numpy",

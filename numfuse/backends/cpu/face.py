@@ -12,7 +12,16 @@ import numpy as np
 
 from numfuse import epilogues
 from numfuse.backends import OneRun, Traits
-from numfuse.backends.cpu import fused, host, jets, layers, network_calls, tiling
+from numfuse.backends.cpu import (
+    fused,
+    host,
+    jets,
+    layers,
+    network_calls,
+    networks,
+    second_calls,
+    tiling,
+)
 from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
@@ -44,6 +53,10 @@ class CpuBackend(OneRun):
     jet = partialmethod(OneRun._run, "jet")
     network_jet = network_calls.forward
     network_jet_bwd = network_calls.backward
+    network_jvp = second_calls.tangent
+    network_double_bwd = second_calls.double_backward
+    #: Columns of the widest layer of a network that these run.
+    widest_network = networks.WIDEST
 
     def __init__(self) -> None:
         self.replay: Replay[Any] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)

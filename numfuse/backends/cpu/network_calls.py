@@ -6,7 +6,7 @@ networks share has none, and what only some share is copied for each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from numpy import ndarray
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import library
 from numfuse.backends.cpu.launch import threads
-from numfuse.backends.cpu.launch.sequence import formulas_of
-from numfuse.backends.cpu.networks import SEVERAL, form_of, record
+from numfuse.backends.cpu.launch.sequence import Program, formulas_of
+from numfuse.backends.cpu.networks import SEVERAL, Form, form_of, record
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import sum_to
 
@@ -30,8 +30,12 @@ _RESULTS = "value", *SEVERAL
 CONSTANTS = 2
 
 
-class _Call:
+class NetworkArrays:
     """The arrays of a call, as rows and as one batch of networks."""
+
+    #: What tells the programs of `record` from others, and how many members a point has at least.
+    kind, members = "network", 0
+    record: Callable[[Form, Sequence[str], int], Program | None] = staticmethod(record)
 
     def __init__(self, net: Any) -> None:
         self.net, self.batch = net, net.batches[-1]
@@ -77,7 +81,7 @@ class _Call:
     ) -> ndarray:
         """Enter the gradient of an operand, and return it: the `target` where it can be that."""
         found = target
-        if found is None or found.dtype != self.net.acc or not self._direct(found):
+        if found is None or found.dtype != self.net.acc or not _plain(found):
             found = np.empty(x.shape, self.net.acc)
         count = 1 if x.ndim < 3 else prod(x.shape[:-2])
         if self.alone or count == self.networks or (own and count == 1):
@@ -88,18 +92,33 @@ class _Call:
             self.add(name, every, own)
         return found
 
-    @staticmethod
-    def _direct(target: ndarray) -> bool:
-        """Return whether an array of the caller's can be written to as it is."""
-        how = target.flags
-        return how.aligned and (target.ndim <= 2 or how.c_contiguous)
+    def gradients(
+        self, needs: Collection[str], targets: Mapping[str, ndarray]
+    ) -> tuple[ndarray | None, list[list[ndarray | None]]]:
+        """Enter the gradients that are needed; return d_x, then those of weights and of biases.
+
+        They are in `targets` where these can be written to.
+        """
+        d_x = None
+        if "x" in needs:
+            d_x = self.gradient("d_x", self.net.x, False, targets.get("d_x"))
+        self.arrays.setdefault("d_x", None)
+        groups: list[list[ndarray | None]] = [[], []]
+        for place, (name, label) in enumerate((("weights", "w"), ("biases", "b"))):
+            for i, layer in enumerate(self.net.layers):
+                x, key, made = layer[place], f"d_{label}{i}", None
+                if name in needs and x is not None:
+                    made = self.gradient(key, x, True, targets.get(f"d_{name}[{i}]"))
+                self.arrays.setdefault(key, None)
+                groups[place].append(made)
+        return d_x, groups
 
     def run(
         self,
         backend: CpuBackend,
         backward: bool,
-        results: Sequence[ndarray | None],
-        repeat: Repeat | None,
+        results: Sequence[ndarray | None] = (),
+        repeat: Repeat | None = None,
     ) -> bool:
         """Launch the program of the call, recorded before or now; False where there is none.
 
@@ -118,20 +137,22 @@ class _Call:
         for w, _, _ in net.layers:
             elements += w.shape[-2] * w.shape[-1]
         points = net.x.shape[-2] * prod(self.batch)
-        fmas = points * net.members(1) * elements
+        fmas = points * max(net.members(1), self.members) * elements
         large = fmas >= tiling.parallel_fmas(library.registers(format_of(net.acc)))
         count = threads.number() if large else 1
         key = (
-            "network", backward, count, net.packed is not None, net.guard, net.pattern,
+            self.kind, backward, count, net.packed is not None, net.guard, net.pattern,
             net.directions, net.seconds, self.networks, net.acc,
-            *[f.serial for _, _, f in net.layers], *form,
+            *[f.serial for _, _, f in net.layers], *self.arrays, *form,
         )  # fmt: skip
         made = backend.replay.find(key)
         if made is None:
             f = form_of(net, self.arrays, self.networks, backward)
             if f is None:
                 return False
-            made = record(f, tuple(self.arrays), count)
+            made = self.record(f, tuple(self.arrays), count)
+            if made is None:
+                return False
             formulas = formulas_of(made)
             if formulas is not None:
                 backend.replay.keep(key, made, formulas, made.nbytes)
@@ -147,11 +168,16 @@ class _Call:
         return True
 
 
+def _plain(x: ndarray) -> bool:
+    """Return whether gradients are joined in an array as it is."""
+    return x.flags.aligned and x.flags.c_contiguous
+
+
 def forward(
     backend: CpuBackend, net: Any, made: Sequence[ndarray], repeat: Repeat | None = None
 ) -> bool:
     """Write a network's value, or its jet, to its arrays; False where it does not go this way."""
-    call = _Call(net)
+    call = NetworkArrays(net)
     rows = [call.add(name, y) for name, y in zip(_RESULTS, made, strict=False)]
     if not call.run(backend, False, made, repeat):
         return False
@@ -173,24 +199,13 @@ def backward(
 
     They are in `targets` where these can be written to.
     """
-    call = _Call(net)
+    call = NetworkArrays(net)
     for name, y in zip(_RESULTS, given, strict=False):
         call.add(name, y)
     if net.packed is not None:
         for i in range(len(net.layers)):
             call.arrays[f"t{i}"] = net.packed.turned(i) if i or "x" in needs else None
-    d_x = None
-    if "x" in needs:
-        d_x = call.gradient("d_x", net.x, False, targets.get("d_x"))
-    call.arrays.setdefault("d_x", None)
-    groups: list[list[ndarray | None]] = [[], []]
-    for place, (name, label) in enumerate((("weights", "w"), ("biases", "b"))):
-        for i, layer in enumerate(net.layers):
-            x, key, made = layer[place], f"d_{label}{i}", None
-            if name in needs and x is not None:
-                made = call.gradient(key, x, True, targets.get(f"d_{name}[{i}]"))
-            call.arrays.setdefault(key, None)
-            groups[place].append(made)
+    d_x, groups = call.gradients(needs, targets)
     if not call.run(backend, True, [d_x, *groups[0], *groups[1]], repeat):
         return None
     return d_x, list(map(list, zip(*groups, strict=True)))

@@ -45,6 +45,8 @@ ROWS = tiling.CHAIN
 POINTS = 8
 #: Cells, at the most, and bytes of the sums of gradients that each has: beyond, fewer cells.
 MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
+#: Bytes of the addresses that a layer has (`network.pack_cell`).
+TABLE_BYTES = 5 * 8
 #: The results that have an axis of members.
 SEVERAL = "direction", "second"
 #: Arrays that a program can name.
@@ -115,7 +117,7 @@ def form_of(
 
 
 # --- places -------------------------------------------------------------------------------------
-class _Places:
+class Places:
     """Bytes from the beginning of some memory, handed out on lines."""
 
     def __init__(self, start: int = 0) -> None:
@@ -128,7 +130,7 @@ class _Places:
         return found
 
 
-class _Layout:
+class Layout:
     """How many points a block is of, and where layers have their weights, stacks and sums."""
 
     def __init__(self, f: Form) -> None:
@@ -146,7 +148,7 @@ class _Layout:
         most_cells = max(FEWEST_CELLS, min(MOST_CELLS, SUMS_BYTES // weights))
         self.cell = self.block * -(-f.points // (self.block * most_cells))
         self.cells = -(-f.points // self.cell)
-        packed, work, sums = _Places(), _Places(protocol.CONTEXT_BYTES), _Places()
+        packed, work, sums = Places(), Places(protocol.CONTEXT_BYTES), Places()
         self.layers: list[dict[str, int]] = []
         #: Of each layer, where copies of its operands go.
         self.copies: list[dict[str, int]] = []
@@ -184,14 +186,22 @@ class _Layout:
         self.scratch = work.end
         if max(f.directions, f.seconds) > groups.UNROLLED:
             every_row = {
-                _group(f, i, back) for back in {False, f.backward} for i in range(len(f.layers))
+                group_of(f, i, back) for back in {False, f.backward} for i in range(len(f.layers))
             }
             rows = max(groups.scratch_rows(g, f.directions, f.seconds) for g in every_row)
             work.take((rows - most) * self.block * max(self.steps))
         self.work = tiling.round_up(work.end, PAGE) + 5 * tiling.LINE
 
+    def direct(self, name: str) -> Operand | None:
+        """Return a gradient that the only cell of a network writes where it belongs, or None."""
+        out = self.f.arrays.get(name)
+        if out is None or self.cells > 1 or (self.f.networks > 1 and len(out.shape) < 3):
+            return None
+        width = out.shape[-1] * self.r.itemsize
+        return out if width % self.r.vector_bytes == 0 else None
+
     def _copies(
-        self, x: Layer, in_step: int, step: int, turned: bool, packed: _Places,
+        self, x: Layer, in_step: int, step: int, turned: bool, packed: Places,
         words: dict[str, int],
     ) -> dict[str, int]:  # fmt: skip
         """Return the places of copies; enter in a layer's words how its weights lie.
@@ -200,7 +210,7 @@ class _Layout:
         """
         size = self.r.itemsize
         row, column = x.w.strides[-2:]
-        found = {"P_TABLE": packed.take(3 * 8), "P_W": -1, "P_TURNED": -1, "P_BIAS": -1}
+        found = {"P_TABLE": packed.take(TABLE_BYTES), "P_W": -1, "P_TURNED": -1, "P_BIAS": -1}
         found |= {"P_STEP": step, "P_TURNED_STEP": in_step}
         words |= {"L_TABLE": found["P_TABLE"], "L_W_STEP": row, "L_TURNED_STEP": 0}
         if not x.packed and (column != size or step != x.n * size):
@@ -215,7 +225,7 @@ class _Layout:
 
 
 # --- kernels ------------------------------------------------------------------------------------
-def _group(f: Form, layer: int, backward: bool) -> groups.Group:
+def group_of(f: Form, layer: int, backward: bool) -> groups.Group:
     """Return the group of a layer's row function, which takes all members of a block at once."""
     curve, moved = f.layers[layer].activation.curve, layer > 0 and f.seconds > 0
     jet = (layer_jet_backward if backward else layer_jet)(curve)
@@ -233,16 +243,16 @@ def _group(f: Form, layer: int, backward: bool) -> groups.Group:
 
 def _row(f: Form, layer: int, backward: bool) -> Kernel:
     """Return the row function of a layer."""
-    return groups.row(_group(f, layer, backward))
+    return groups.row(group_of(f, layer, backward))
 
 
 # --- plans --------------------------------------------------------------------------------------
-def _plan(
-    at: _Layout, cell: Kernel, cells: int, threads: int, slots: Mapping[str, Operand | None],
+def plan_of(
+    at: Layout, cell: Kernel, cells: int, threads: int, slots: Mapping[str, Operand | None],
     words: Mapping[str, int], layers: Sequence[int] = (), kernels: Sequence[Kernel] = (),
     **head: int,
 ) -> Plan:  # fmt: skip
-    """Return a plan of cells of `kernels.network`."""
+    """Return a plan of cells of networks (`kernels.network`, `kernels.network_second`)."""
     named, places, own = 0, list[tuple[int, str]](), [0] * (3 * len(protocol.NETWORK_SLOTS))
     batch = [0] * len(protocol.NETWORK_SLOTS)
     for name, x in slots.items():
@@ -265,22 +275,35 @@ def _plan(
     return Plan(cell.address, descriptor, tuple(places), cells, at.work, threads, call, used)
 
 
-def _packing(f: Form, at: _Layout) -> Iterator[Step]:
-    cell, packed = network.cell(f.acc, "pack"), _packed(at, f.acc)
-    for x, places in zip(f.layers, at.copies, strict=True):
-        slots = {"PACKED": packed, "W": x.w, "BIAS": x.b, "TURNED": x.turned}
-        yield _plan(at, cell, f.networks, 1, slots, places, D_K=x.k, D_N=x.n), {}
+def packing(f: Form, at: Layout) -> Iterator[Step]:
+    """Yield the steps that pack weights and biases."""
+    for i, (x, places) in enumerate(zip(f.layers, at.copies, strict=True)):
+        own = {"W": x.w, "BIAS": x.b, "TURNED": x.turned}
+        own |= {"D_W": at.direct(f"d_w{i}"), "D_BIAS": at.direct(f"d_b{i}")}
+        yield pack(f, at, (x.k, x.n), own, places)
 
 
-def _packed(at: _Layout, acc: str) -> Operand:
+def pack(
+    f: Form, at: Layout, sizes: tuple[int, int], given: Mapping[str, Operand | None],
+    places: Mapping[str, int],
+) -> Step:  # fmt: skip
+    """Return the step that tells where a layer's operands lie, and copies some to these places."""
+    cell, (k, n) = network.cell(f.acc, "pack"), sizes
+    slots = {"PACKED": packed_weights(at, f.acc), **given}
+    return plan_of(at, cell, f.networks, 1, slots, places, D_K=k, D_N=n), {}
+
+
+def packed_weights(at: Layout, acc: str) -> Operand:
+    """Return the call's memory of packed weights and biases, of each network."""
     return temporary("packed", (at.f.networks, 1, at.packed // at.r.itemsize), acc)
 
 
-def _partials(at: _Layout, acc: str) -> Operand:
+def partial_sums(at: Layout, acc: str) -> Operand:
+    """Return the call's memory of the sums of cells."""
     return temporary("partials", (at.f.networks, at.cells, at.sums // at.r.itemsize), acc)
 
 
-def _cells(f: Form, at: _Layout, threads: int) -> Step:
+def _cells(f: Form, at: Layout, threads: int) -> Step:
     """Return the step in which blocks pass the layers."""
     last = len(f.layers) - 1
     along, down = (network.products(f.acc, x) for x in (False, True))
@@ -310,21 +333,21 @@ def _cells(f: Form, at: _Layout, threads: int) -> Step:
     }  # fmt: skip
     names = "x", "units", "table", "value", "direction", "second", "d_x"
     slots = {name.upper(): f.arrays.get(name) for name in names}
-    slots["PACKED"] = _packed(at, f.acc)
+    slots["PACKED"] = packed_weights(at, f.acc)
     if f.backward:
-        slots["PARTIAL"] = _partials(at, f.acc)
+        slots["PARTIAL"] = partial_sums(at, f.acc)
     cell = network.cell(f.acc, "backward" if f.backward else "forward")
     count = f.networks * at.cells
-    return _plan(at, cell, count, threads, slots, head, words, tuple(kernels)), {}
+    return plan_of(at, cell, count, threads, slots, head, words, tuple(kernels)), {}
 
 
-def _joins(f: Form, at: _Layout, threads: int) -> Iterator[Step]:
+def joins(f: Form, at: Layout, threads: int) -> Iterator[Step]:
     """Yield the steps that join the sums of cells to gradients."""
     cell, size = library.join_cell(f.acc), at.r.itemsize
     for i, (x, words) in enumerate(zip(f.layers, at.layers, strict=True)):
         for name, place, rows in ((f"d_w{i}", "L_D_W", x.k), (f"d_b{i}", "L_D_BIAS", 1)):
             out, step = f.arrays.get(name), words["L_STEP"]
-            if out is None:
+            if out is None or at.direct(name) is not None:
                 continue
             columns, row = x.n, x.n * size
             if step == row:
@@ -345,10 +368,10 @@ def _joins(f: Form, at: _Layout, threads: int) -> Iterator[Step]:
 
 def record(f: Form, names: Sequence[str], threads: int) -> Program:
     """Return the program of a network's call on arrays of these names."""
-    at = _Layout(f)
-    phases: list[list[Step]] = [[*_packing(f, at)], [_cells(f, at, threads)]]
-    own = [_packed(at, f.acc)]
+    at = Layout(f)
+    phases: list[list[Step]] = [[*packing(f, at)], [_cells(f, at, threads)]]
+    own = [packed_weights(at, f.acc)]
     if f.backward:
-        phases.append([*_joins(f, at, threads)])
-        own.append(_partials(at, f.acc))
+        phases.append([*joins(f, at, threads)])
+        own.append(partial_sums(at, f.acc))
     return program(names, [phases], own)

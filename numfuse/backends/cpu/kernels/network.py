@@ -64,15 +64,17 @@ def own_words(descriptor: int, network: int, workspace: int) -> int:
 
 
 def pack_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """Tell where a layer's weights, their transpose and its bias lie.
+    """Tell where a layer's weights, their transpose and its bias lie, and its gradients go.
 
-    Those that are no rows of whole vectors are copied to the call's memory, padded with zeros.
+    Operands that are no rows of whole vectors are copied to the call's memory, padded with zeros;
+    gradients that are joined from several cells' have no address.
     """
     d = WORDS(OWN_WORDS(descriptor, cell, workspace))
     k, n, packed = d[D_K], d[D_N], d[SLOT_PACKED]
     w, row, column = d[SLOT_W], d[SLOT_W + 1], d[SLOT_W + 2]
     table = WORDS(packed + d[P_TABLE])
     table[0], table[1], table[2] = w, d[SLOT_TURNED], d[SLOT_BIAS]
+    table[3], table[4] = d[SLOT_D_W], d[SLOT_D_BIAS]
     if d[P_W] >= 0:
         table[0] = packed + d[P_W]
         PAD(w, row, column, k, n, table[0], d[P_STEP])
@@ -248,6 +250,7 @@ def backward_block(
         w = WORDS(descriptor + 8 * (N_LAYER + (layers - 1 - i) * LAYER_WORDS))
         step, in_step, stack = w[L_STEP], w[L_IN_STEP], workspace + w[L_INPUT]
         slopes = grad
+        table = WORDS(d[SLOT_PACKED] + w[L_TABLE])
         if w[L_BACK] != 0:
             slopes, elements = q, points * step // SIZE
             OPEN_ROWS(descriptor, workspace, elements)
@@ -258,20 +261,19 @@ def backward_block(
             # the product of a row of ones, which is one 1
             CALL_PRODUCT(
                 w[L_DOWN], workspace + d[N_ONE], 0, 1, points, slopes, step, step // VECTOR,
-                partial + w[L_D_BIAS], step, 0, add,
+                table[4] if table[4] != 0 else partial + w[L_D_BIAS], step, 0, add,
             )  # fmt: skip
         if w[L_D_W] >= 0:
             CALL_PRODUCT(
                 w[L_DOWN], stack, in_step, w[L_K], points * w[L_MEMBERS], slopes, step,
-                step // VECTOR, partial + w[L_D_W], step, 0, add,
+                step // VECTOR, table[3] if table[3] != 0 else partial + w[L_D_W], step, 0, add,
             )  # fmt: skip
         if w[L_TURNED_STEP] != 0:
             # (of the first layer's inputs the points alone are no constants)
             rows = points if i == layers - 1 else points * w[L_MEMBERS]
             target = grad if slopes == q else q
-            turned = WORDS(d[SLOT_PACKED] + w[L_TABLE])[1]
             CALL_PRODUCT(
-                w[L_ALONG], slopes, step, rows, w[L_N], turned, w[L_TURNED_STEP],
+                w[L_ALONG], slopes, step, rows, w[L_N], table[1], w[L_TURNED_STEP],
                 in_step // VECTOR, target, in_step, 0, 0,
             )  # fmt: skip
             if target == q:
@@ -317,8 +319,8 @@ def products(acc: str, down: bool) -> specialise.Kernel:
 
 
 @functools.cache
-def cell(acc: str, name: str) -> specialise.Kernel:
-    """Return a cell: "pack", "forward" or "backward"."""
+def names(acc: str) -> dict[str, Any]:
+    """Return the names that cells bind: words, and what they call."""
     r = library.registers(acc)
     words: dict[str, Any] = {
         "D_K": protocol.DESCRIPTOR["D_K"],
@@ -348,5 +350,11 @@ def cell(acc: str, name: str) -> specialise.Kernel:
     steps = own_words, take, pad, give, results_of, results_step, open_rows, call_rows
     for template in (*steps, forward_block, backward_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
+    return words
+
+
+@functools.cache
+def cell(acc: str, name: str) -> specialise.Kernel:
+    """Return a cell: "pack", "forward" or "backward"."""
     templates = {"pack": pack_cell, "forward": forward_cell, "backward": backward_cell}
-    return specialise.kernel(templates[name], **words)
+    return specialise.kernel(templates[name], **names(acc))

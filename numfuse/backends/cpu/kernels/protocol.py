@@ -67,7 +67,8 @@ D_SLOTS = DESCRIPTOR.end
 NETWORK_SLOTS = Schema("""
     PACKED X UNITS TABLE  # weights and biases, points, directions, weights of second derivatives
     VALUE DIRECTION SECOND  # results, or their cotangents
-    PARTIAL D_X W BIAS TURNED
+    PARTIAL D_X W BIAS TURNED D_W D_BIAS
+    X_DOT GRAD  # tangents of points, and a cotangent of the tangents of results
 """)
 NETWORK = Schema(
     """
@@ -78,7 +79,7 @@ NETWORK = Schema(
     N_MADE  # layers that a backward makes again
     N_GRAD N_Q N_SCRATCH N_ONE  # places in the workspace
     N_PARTIAL  # bytes of a cell's sums
-    P_TABLE  # where a layer's addresses go: of its weights, their transpose and its bias
+    P_TABLE  # where a layer's addresses go: of its operands and of its gradients (`pack_cell`)
     P_W P_STEP P_TURNED P_TURNED_STEP P_BIAS  # of a layer: places of copies, bytes of their rows
     N_CELLS  # of a network, where there is a batch of them
     N_WORDS N_OWN  # words of the descriptor, and where in the workspace a network has its own
@@ -91,13 +92,16 @@ N_LAYER = NETWORK["N_BATCH"] + len(NETWORK_SLOTS)
 #: Of a layer: its sizes, members of its inputs, bytes of a row of its inputs and of its sums;
 #: where its addresses are (`P_TABLE`), bytes of a row of its weights and of their transpose (0: not
 #: needed), whether it has a bias; places of its stacks in the workspace and of its gradients in a
-#: cell's sums (-1: none); the addresses of its products and of its row functions (0: none).
+#: cell's sums (-1: none); the addresses of its products and of its row functions (0: none).  Where
+#: tangents pass too: places of those of its weights and bias, whether its sums move, and whether
+#: the sums of its values are made.
 LAYER = Schema("""
     L_K L_N L_MEMBERS L_IN_STEP L_STEP
     L_TABLE L_W_STEP L_TURNED_STEP L_BIAS
     L_INPUT L_Z L_OUT
     L_D_W L_D_BIAS
     L_ALONG L_DOWN L_ROW L_BACK
+    L_W_DOT L_TURNED_DOT L_BIAS_DOT L_MOVED L_SUMS
 """)
 #: Context words: the slots, then the address and stride of the scratch rows.
 SCRATCH = Schema("C_SCRATCH C_SCRATCH_STRIDE", 3 * MOST_SLOTS)

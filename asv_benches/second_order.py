@@ -1,0 +1,211 @@
+"""Networks' tangents and double backwards on the CPU, beside PyTorch and JAX.
+
+``python asv_benches/second_order.py [WORD ...]`` runs the rows whose names have all of the words,
+each way of each library in the same process by turns, with random operands, and prints medians in
+milliseconds. What they compute is compared first, in float64.
+
+- ``jvp``: the value of a tanh network and its tangent along tangents of points, weights and biases:
+  :func:`numfuse.mlp_jvp`, `torch.func.jvp`, `jax.jit` of `jax.jvp`.
+- ``double``: the gradients by the cotangent, points, weights and biases of the backward's
+  gradients, with cotangents of all of them: :func:`numfuse.mlp_double_bwd`, which makes the forward
+  again, `jax.jit` of a vjp of a vjp, and PyTorch's eager double backward: of a graph that its
+  forward and backward left behind ("torch"), and with these ("torch, all").
+- ``hessian``: the same with cotangents of the weights' gradients alone, and gradients by weights
+  and biases: what a Hessian-vector product takes.
+
+``layers``: numfuse's own layers, one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from jets import by_turns, operands
+
+import numfuse as nf
+from numfuse.backends import load
+
+#: (points, widths)
+SIZES = {
+    "200 points, 32-64-64-10": (200, (32, 64, 64, 10)),
+    "2000 points, 2-4x32-1": (2000, (2, *[32] * 4, 1)),
+    "10000 points, 2-4x64-1": (10000, (2, *[64] * 4, 1)),
+    "10000 points, 64-96-96-10": (10000, (64, 96, 96, 10)),
+}
+#: The results that a row asks a double backward for.
+NEEDS = {"double": ("grad", "x", "weights", "biases"), "hessian": ("weights", "biases")}
+#: {name: (row, points, widths, dtype)}
+ROWS = {
+    f"{row}, {dtype}, {name}": (row, *how, dtype)
+    for row in ("jvp", *NEEDS)
+    for dtype in ("float64", "float32")
+    for name, how in SIZES.items()
+}
+Call = Callable[[], Any]
+
+
+class Operands:
+    """Points, weights, biases, tangents of all of them, and a cotangent."""
+
+    def __init__(self, row: str, points: int, sizes: tuple[int, ...], dtype: str) -> None:
+        rng = np.random.default_rng()
+        self.row, (_, layers) = row, operands(rng, points, (2, *sizes), dtype)
+        self.x = rng.standard_normal((points, sizes[0])).astype(dtype)
+        self.weights, self.biases = map(list, zip(*layers[1:], strict=True))
+
+        def like(y: Any) -> Any:
+            if isinstance(y, list):
+                return [like(z) for z in y]
+            return rng.standard_normal(y.shape).astype(dtype)
+
+        self.given = self.x, self.weights, self.biases
+        self.along = tuple(map(like, self.given))
+        if row == "hessian":
+            self.along = None, *self.along[1:]
+        self.grad = like(np.empty((points, sizes[-1])))
+
+    def wide(self) -> Operands:
+        """Return the same in float64."""
+        made = object.__new__(Operands)
+        for name, y in vars(self).items():
+            setattr(made, name, _each(lambda z: z.astype(np.float64), y))
+        return made
+
+
+def _each(make: Callable[[Any], Any], y: Any) -> Any:
+    if isinstance(y, (list, tuple)):
+        return type(y)(_each(make, z) for z in y)
+    return make(y) if isinstance(y, np.ndarray) else y
+
+
+def ours(o: Operands) -> Call:
+    """Return the call of numfuse."""
+    if o.row == "jvp":
+        return lambda: nf.mlp_jvp(*o.given, *o.along)
+    needs = NEEDS[o.row]
+    return lambda: nf.mlp_double_bwd(*o.along, o.grad, *o.given, needs=needs)
+
+
+def by_layers(o: Operands) -> Call:
+    """Return the call that numfuse's layers make."""
+    run, cpu = ours(o), type(load("cpu"))
+
+    def apart() -> Any:
+        names = "network_jvp", "network_double_bwd"
+        with mock.patch.multiple(cpu, **dict.fromkeys(names, lambda *_: None)):
+            return run()
+
+    return apart
+
+
+def _network(tanh: Any, x: Any, weights: Any, biases: Any) -> Any:
+    for w, b in zip(weights[:-1], biases[:-1], strict=True):
+        x = tanh(x @ w + b)
+    return x @ weights[-1] + biases[-1]
+
+
+def jax_call(o: Operands) -> Call:
+    """Return the call of JAX."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+
+    def network(*given: Any) -> Any:
+        return _network(jax.numpy.tanh, *given)
+
+    def backward(grad: Any, *given: Any) -> Any:
+        _, pull = jax.vjp(network, *given)
+        return pull(grad)
+
+    def jvp(along: Any, given: Any, _: Any) -> Any:
+        return jax.jvp(network, tuple(given), tuple(along))
+
+    def double(along: Any, given: Any, grad: Any) -> Any:
+        if o.row == "double":
+            _, pull = jax.vjp(backward, grad, *given)
+            return pull(tuple(along))
+        _, pull = jax.vjp(lambda *own: backward(grad, given[0], *own)[1:], *given[1:])
+        return pull(tuple(along[1:]))
+
+    step = jax.jit(jvp if o.row == "jvp" else double)
+    given = jax.device_put((o.along, o.given, o.grad))
+    return lambda: jax.block_until_ready(step(*given))
+
+
+def torch_calls(o: Operands) -> dict[str, Call]:
+    """Return the calls of PyTorch."""
+    import torch
+
+    x, weights, biases = _each(torch.from_numpy, o.given)
+    along, grad = _each(torch.from_numpy, o.along), torch.from_numpy(o.grad)
+
+    def network(*given: Any) -> Any:
+        z, count = given[0], len(given) // 2
+        for w, b in zip(given[1:count], given[1 + count : -1], strict=True):
+            z = torch.tanh(torch.addmm(b, z, w))
+        return torch.addmm(given[-1], z, given[count])
+
+    flat = x, *weights, *biases
+    tangents = *((along[0],) if along[0] is not None else ()), *along[1], *along[2]
+    if o.row == "jvp":
+        return {"torch": lambda: torch.func.jvp(network, flat, tangents)}
+    wanted = [y.requires_grad_() for y in flat[len(flat) - len(tangents) :]]
+    ends = [grad.requires_grad_(), *wanted] if o.row == "double" else wanted
+
+    def first() -> Any:
+        return torch.autograd.grad(network(*flat), wanted, grad, create_graph=True)
+
+    def second(found: Any, keep: bool = True) -> Any:
+        # (by the last bias there is no second derivative)
+        how: Any = {"retain_graph": keep, "allow_unused": True, "materialize_grads": True}
+        there = [(y, z) for y, z in zip(found, tangents, strict=True) if y.requires_grad]
+        return torch.autograd.grad([y for y, _ in there], ends, [z for _, z in there], **how)
+
+    kept = first()
+    return {"torch": lambda: second(kept), "torch, all": lambda: second(first(), False)}
+
+
+def flat_of(found: Any) -> np.ndarray:
+    """Return all results as one vector."""
+    if found is None:
+        return np.empty(0)
+    if isinstance(found, (list, tuple)):
+        return np.concatenate([flat_of(y) for y in found])
+    if hasattr(found, "detach"):
+        found = found.detach()
+    return np.asarray(found).ravel().astype(np.float64)
+
+
+def main() -> None:
+    """Run the rows that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--peers", default="jax,torch")
+    args = parser.parse_args()
+    for name, how in ROWS.items():
+        if args.words and not all(word in name for word in args.words):
+            continue
+        o = Operands(*how)
+        runs = {"numfuse": ours(o), "layers": by_layers(o)}
+        if "jax" in args.peers:
+            runs["jax.jit"] = jax_call(o)
+        if "torch" in args.peers:
+            runs |= torch_calls(o)
+        exact, errors = flat_of(ours(o.wide())()), {}
+        for way, run in runs.items():
+            errors[way] = np.abs(flat_of(run()) - exact).max() / np.abs(exact).max()
+            assert errors[way] < (1e-12 if how[-1] == "float64" else 2e-4), (way, errors[way])
+        times = {way: 1e3 * np.median(t) for way, t in by_turns(runs, args.seconds).items()}
+        told = ", ".join(f"{way} {t:.2f} ({errors[way]:.0e})" for way, t in times.items())
+        peers = [t for way, t in times.items() if way not in ("numfuse", "layers")]
+        ratio = f"; {min(peers) / times['numfuse']:.2f} of the best peer" if peers else ""
+        print(f"{name}: {told}{ratio}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

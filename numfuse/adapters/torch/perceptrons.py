@@ -1,0 +1,156 @@
+"""Networks' values of tensors on the CPU as one node, whose backward is one, differentiable again.
+
+Each is one call of the core. Beyond the second derivative, under torch.func and in programs of
+torch.compile the layers are nodes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from numfuse.adapters.perceptrons import ValueCall, value_call
+from numfuse.adapters.torch.eager import asked, is_small, mode
+from numfuse.adapters.torch.tensors import array_over, autocasts, run_beside, to_tensor
+from numfuse.chains import Chain
+
+_Given = Sequence[Tensor | None]
+
+
+def perceptron(chain: Chain) -> Tensor | None:
+    """Return a network's value; None where its layers are operations of their own."""
+    if torch.compiler.is_compiling():
+        return None
+    tensors = [chain.x, *(y for w, bias, _ in chain.layers for y in (w, bias))]
+    how = mode(tensors)
+    if not how or not chain.x.is_cpu or autocasts(chain.x):
+        return None
+    found = value_call(chain)
+    if found is None:
+        return None
+    call, operands = found
+    if how == 2:
+        made: Tensor = _apply_value(*operands, call)
+        return made
+    return to_tensor(run_beside(call.forward, _arrays(operands)))
+
+
+def _arrays(x: _Given) -> list[Any]:
+    return [None if y is None else array_over(y) for y in x]
+
+
+def _tensors(found: Sequence[Any]) -> list[Tensor | None]:
+    return [None if y is None else to_tensor(y) for y in found]
+
+
+def _flags(ctx: Any, names: Sequence[str], operands: _Given, call: ValueCall) -> list[bool]:
+    """Return which gradients a backward is asked for."""
+    x, weights, _ = call.apart(operands[-len(call.names) :])
+    found = asked(ctx, names, operands, is_small(x, max(weights, key=Tensor.numel)))
+    return [name in found for name in names]
+
+
+class _Value(Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *x, ctx.call = args
+        ctx.save_for_backward(*x)
+        return to_tensor(run_beside(ctx.call.forward, _arrays(x)))
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        x, call = ctx.saved_tensors, ctx.call
+        needs = _flags(ctx, call.names, x, call)
+        if not any(needs):
+            return (None,) * (len(x) + 1)
+        if not mode((g,)):
+            found = _by_layers(call, g, x, needs)
+        elif torch.is_grad_enabled():
+            made = iter(_apply_gradients(g, *x, call, needs))
+            found = [next(made) if need else None for need in needs]
+        else:
+            found = _tensors(run_beside(call.backward, array_over(g), _arrays(x), needs))
+        return *found, None
+
+
+class _Gradients(Function):
+    """A network's gradients, where they are to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        g, *x, ctx.call, ctx.made = args
+        ctx.save_for_backward(g, *x)
+        ctx.set_materialize_grads(False)
+        found = run_beside(ctx.call.backward, array_over(g), _arrays(x), ctx.made)
+        return tuple([y for y in _tensors(found) if y is not None])
+
+    @staticmethod
+    def backward(ctx: Any, *us: Any) -> Any:
+        (g, *x), call = ctx.saved_tensors, ctx.call
+        needs = _flags(ctx, ("grad", *call.names), (g, *x), call)
+        there = [u for u in us if u is not None]
+        if not there or not any(needs):
+            return (None,) * (len(needs) + 2)
+        if torch.is_grad_enabled() or not mode(there):
+            return *_twice_by_layers(call, us, g, x, ctx.made, needs), None, None
+        given = iter(us)
+        cotangents = [next(given) if made else None for made in ctx.made]
+        arrays = _arrays(cotangents), array_over(g), _arrays(x)
+        return *_tensors(run_beside(call.twice, *arrays, needs)), None, None
+
+
+#: As `apply`, without PyTorch's preparations for torch.func, which `mode` has excluded.
+_apply_value: Callable[..., Any] = super(Function, _Value).apply
+_apply_gradients: Callable[..., Any] = super(Function, _Gradients).apply
+
+
+# --- by layers ------------------------------------------------------------------------------------
+def _pulled(
+    results: Sequence[Any], cotangents: Sequence[Any], operands: _Given, needs: Sequence[bool]
+) -> list[Any]:
+    """Return gradients that have derivatives of their own, None where one is not needed."""
+    wanted: list[Any] = [y for y, need in zip(operands, needs, strict=True) if need]
+    pairs = [(y, u) for y, u in zip(results, cotangents, strict=True) if u is not None]
+    there = [(y, u) for y, u in pairs if y is not None and y.requires_grad]
+    made: Any = (None,) * len(wanted)
+    if there:
+        how: Any = {"create_graph": True, "allow_unused": True}
+        ys, gs = zip(*there, strict=True)
+        made = torch.autograd.grad(ys, wanted, gs, **how)
+    rest = iter(made)
+    return [next(rest) if need else None for need in needs]
+
+
+def _own(x: _Given, needs: Sequence[bool]) -> list[Any]:
+    """Return views of operands, of which those that are needed require a gradient.
+
+    An operand that comes twice has a gradient for each of its places.
+    """
+    own = [None if y is None else y.view_as(y) for y in x]
+    for y, need in zip(own, needs, strict=True):
+        if need and y is not None and not y.requires_grad:
+            y.requires_grad_()
+    return own
+
+
+def _by_layers(call: ValueCall, g: Any, x: _Given, needs: Sequence[bool]) -> list[Any]:
+    """Return the gradients of the layers one after another."""
+    with torch.enable_grad():
+        own = _own(x, needs)
+        return _pulled([call.plain(own)], [g], own, needs)
+
+
+def _twice_by_layers(
+    call: ValueCall, us: Sequence[Any], g: Any, x: _Given, made: Sequence[bool],
+    needs: Sequence[bool],
+) -> list[Any]:  # fmt: skip
+    """Return the gradients of the gradients that were `made` of the layers."""
+    with torch.enable_grad():
+        own = _own((g, *x), needs)
+        found = _by_layers(call, own[0], own[1:], made)
+        there = [d for d, was in zip(found, made, strict=True) if was]
+        return _pulled(there, us, own, needs)
