@@ -45,6 +45,12 @@ ROWS = tiling.CHAIN
 POINTS = 8
 #: Cells, at the most, and bytes of the sums of gradients that each has: beyond, fewer cells.
 MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
+#: Points times members of a backward whose blocks leave their stacks in the call's memory, at the
+#: most; blocks that there are at least, if each has so many points.  There is nothing to join then:
+#: 32 points of 256 columns spent 0.4 of their time with it, 256 points half.
+SHARED_ROWS, SHARED_BLOCKS, SHARED_POINTS = 512, 4, 16
+#: Points of a cell, at the least, whose sums are joined.
+CELL_POINTS = 64
 #: Bytes of the addresses that a layer has (`network.pack_cell`).
 TABLE_BYTES = 5 * 8
 #: The results that have an axis of members.
@@ -133,6 +139,9 @@ class Places:
 class Layout:
     """How many points a block is of, and where layers have their weights, stacks and sums."""
 
+    #: Whether stacks of blocks may be in the call's memory.
+    shares = True
+
     def __init__(self, f: Form) -> None:
         self.f, self.r = f, library.registers(f.acc)
         size, vl = self.r.itemsize, self.r.vl
@@ -146,9 +155,22 @@ class Layout:
         self.block = points // POINTS * POINTS or points
         weights = sum(x.k * step for x, step in zip(f.layers, self.steps[1:], strict=True))
         most_cells = max(FEWEST_CELLS, min(MOST_CELLS, SUMS_BYTES // weights))
-        self.cell = self.block * -(-f.points // (self.block * most_cells))
+        #: Whether blocks leave their stacks in the call's memory, and gradients are summed by rows.
+        self.shared = self.shares and f.backward and f.points * most <= SHARED_ROWS
+        if self.shared:
+            each = tiling.round_up(-(-f.points // SHARED_BLOCKS), POINTS)
+            self.block = min(self.block, max(SHARED_POINTS, each))
+            self.cell = self.block
+        else:
+            fewest = self.block if not f.backward else max(self.block, CELL_POINTS)
+            self.cell = self.block * max(
+                -(-fewest // self.block), -(-f.points // (self.block * most_cells))
+            )
         self.cells = -(-f.points // self.cell)
+        #: The cells whose sums are joined to gradients.
+        self.parts = 1 if self.shared else self.cells
         packed, work, sums = Places(), Places(protocol.CONTEXT_BYTES), Places()
+        stacks = Places() if self.shared else work
         self.layers: list[dict[str, int]] = []
         #: Of each layer, where copies of its operands go.
         self.copies: list[dict[str, int]] = []
@@ -169,7 +191,9 @@ class Layout:
             copies = self._copies(x, in_step, step, turned, packed, words)
             self.copies.append(copies)
             if f.backward:
-                words["L_INPUT"], words["L_Z"] = work.take(whole * in_step), work.take(whole * step)
+                words["L_INPUT"] = stacks.take(whole * in_step)
+                words["L_Z"] = stacks.take(whole * step)
+                words["L_SLOPES"] = stacks.take(whole * step) if self.shared else 0
             else:
                 # (nor does another layer's input lie where the first one's directions do)
                 words["L_INPUT"] = turns[i % 2] if i else work.take(whole * in_step)
@@ -181,6 +205,7 @@ class Layout:
             else:
                 words["L_OUT"] = turns[1 - i % 2]
         self.turns, self.packed = turns, packed.end
+        self.stacks = tiling.round_up(stacks.end, tiling.LINE) if self.shared else 0
         self.sums = tiling.round_up(sums.end, PAGE) + tiling.LINE
         self.own = work.take(8 * (protocol.N_LAYER + len(f.layers) * len(protocol.LAYER)))
         self.scratch = work.end
@@ -195,7 +220,7 @@ class Layout:
     def direct(self, name: str) -> Operand | None:
         """Return a gradient that the only cell of a network writes where it belongs, or None."""
         out = self.f.arrays.get(name)
-        if out is None or self.cells > 1 or (self.f.networks > 1 and len(out.shape) < 3):
+        if out is None or self.parts > 1 or (self.f.networks > 1 and len(out.shape) < 3):
             return None
         width = out.shape[-1] * self.r.itemsize
         return out if width % self.r.vector_bytes == 0 else None
@@ -267,7 +292,7 @@ def plan_of(
     given = {"D_NAMED": named, "D_SLOT_COUNT": len(protocol.NETWORK_SLOTS), **head}
     descriptor = array("q", [*protocol.DESCRIPTOR.words(given), *own])
     length = protocol.N_LAYER + len(layers)
-    every = {**words, "N_OWN": at.own, "N_WORDS": length, "N_CELLS": at.cells}
+    every = {"N_CELLS": at.cells, **words, "N_OWN": at.own, "N_WORDS": length}
     descriptor.extend([*protocol.NETWORK.words(every)[:-1], *batch, *layers])
     label = f"{cell.label} + {kernels[0].label}" if kernels else cell.label
     call = Call("cpu", host.name(), host.vector_name(), label, None)
@@ -300,7 +325,12 @@ def packed_weights(at: Layout, acc: str) -> Operand:
 
 def partial_sums(at: Layout, acc: str) -> Operand:
     """Return the call's memory of the sums of cells."""
-    return temporary("partials", (at.f.networks, at.cells, at.sums // at.r.itemsize), acc)
+    return temporary("partials", (at.f.networks, at.parts, at.sums // at.r.itemsize), acc)
+
+
+def _stacks(at: Layout, acc: str) -> Operand:
+    """Return the call's memory of the stacks of all blocks."""
+    return temporary("stacks", (at.f.networks, at.cells, at.stacks // at.r.itemsize), acc)
 
 
 def _cells(f: Form, at: Layout, threads: int) -> Step:
@@ -311,6 +341,8 @@ def _cells(f: Form, at: Layout, threads: int) -> Step:
     words = []
     for i, place in enumerate(at.layers):
         own = place | {"L_ALONG": along.address, "L_DOWN": down.address}
+        if at.shared:
+            own |= {"L_D_W": -1, "L_D_BIAS": -1}
         kernels |= dict.fromkeys((along, down))
         if i < last or not f.plain:
             if i < last or not f.backward:
@@ -330,15 +362,37 @@ def _cells(f: Form, at: Layout, threads: int) -> Step:
         "N_SECONDS": f.seconds, "N_DIRECTION_STEP": steps[0], "N_SECOND_STEP": steps[1],
         "N_LAYERS": len(f.layers), "N_MADE": len(f.layers) - f.plain, "N_GRAD": at.turns[0],
         "N_Q": at.turns[1], "N_SCRATCH": at.scratch, "N_ONE": at.one, "N_PARTIAL": at.sums,
+        "N_STACKS": at.stacks,
     }  # fmt: skip
     names = "x", "units", "table", "value", "direction", "second", "d_x"
     slots = {name.upper(): f.arrays.get(name) for name in names}
     slots["PACKED"] = packed_weights(at, f.acc)
     if f.backward:
         slots["PARTIAL"] = partial_sums(at, f.acc)
+    if at.shared:
+        slots["STACKS"] = _stacks(at, f.acc)
     cell = network.cell(f.acc, "backward" if f.backward else "forward")
     count = f.networks * at.cells
     return plan_of(at, cell, count, threads, slots, head, words, tuple(kernels)), {}
+
+
+def _gradients(f: Form, at: Layout, threads: int) -> Iterator[Step]:
+    """Yield the steps that sum up gradients from the stacks that all blocks have left."""
+    if not at.shared:
+        return
+    cell, down = network.cell(f.acc, "gradient"), network.products(f.acc, True)
+    packed, sums, stacks = (x(at, f.acc) for x in (packed_weights, partial_sums, _stacks))
+    for place in at.layers:
+        if place["L_D_W"] < 0 and place["L_D_BIAS"] < 0:
+            continue
+        tiles = -(-place["L_K"] // network.TILE_ROWS) if place["L_D_W"] >= 0 else 1
+        head = {
+            "N_POINTS": f.points, "N_BLOCK": at.block, "N_ONE": at.one, "N_STACKS": at.stacks,
+            "N_CELLS": tiles,
+        }  # fmt: skip
+        words = protocol.LAYER.words(place | {"L_DOWN": down.address})
+        slots = {"PACKED": packed, "PARTIAL": sums, "STACKS": stacks}
+        yield plan_of(at, cell, f.networks * tiles, threads, slots, head, words, (down,)), {}
 
 
 def joins(f: Form, at: Layout, threads: int) -> Iterator[Step]:
@@ -354,8 +408,8 @@ def joins(f: Form, at: Layout, threads: int) -> Iterator[Step]:
                 rows, columns = 1, rows * x.n
             # Of a gradient that all networks share, their cells are one another's.
             each = f.networks if len(out.shape) > 2 else 1
-            cells = f.networks // each * at.cells
-            shape, strides = (each, rows, cells, columns), (at.cells * at.sums, step, at.sums, size)
+            cells = f.networks // each * at.parts
+            shape, strides = (each, rows, cells, columns), (at.parts * at.sums, step, at.sums, size)
             sums = Operand("partials", shape, strides, f.acc, size)
             whole = rows * columns * size
             out = out._replace(
@@ -372,6 +426,8 @@ def record(f: Form, names: Sequence[str], threads: int) -> Program:
     phases: list[list[Step]] = [[*packing(f, at)], [_cells(f, at, threads)]]
     own = [packed_weights(at, f.acc)]
     if f.backward:
-        phases.append([*joins(f, at, threads)])
+        phases += [[*_gradients(f, at, threads)], [*joins(f, at, threads)]]
         own.append(partial_sums(at, f.acc))
+    if at.shared:
+        own.append(_stacks(at, f.acc))
     return program(names, [phases], own)

@@ -39,6 +39,8 @@ def moved_of(f: Form) -> list[bool]:
 class _Layout(Layout):
     """Where a network has its own, and the tangents of its weights and biases."""
 
+    shares = False
+
     def __init__(self, f: Form) -> None:
         super().__init__(f)
         moved, packed, last = moved_of(f), Places(self.packed), len(f.layers) - 1

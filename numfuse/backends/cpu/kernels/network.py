@@ -22,6 +22,9 @@ from numfuse.runtime import specialise
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
+#: Rows of a gradient that a cell sums up, and columns that are copied at once.
+TILE_ROWS, STRIP = 64, 16
+
 
 def product(
     a: int, a_step: int, rows: int, k: int, b: int, b_step: int, n: int,
@@ -101,7 +104,10 @@ def take(source: int, row: int, column: int, rows: int, n: int, target: int, ste
 
 def pad(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
     """Copy a matrix of any strides to rows padded with zeros."""
-    TAKE(source, row, column, rows, n, target, step)
+    # By strips of columns, as a transpose's lie in lines of their own: level 1 has a strip's.
+    for j in range(0, n, STRIP):
+        at = source + j * column
+        TAKE(at, row, column, rows, min(STRIP, n - j), target + j * SIZE, step)
     for i in range(rows):
         to = SUMS(target + i * step)
         for j in range(n, step // SIZE):
@@ -164,8 +170,14 @@ def call_rows(
     CALL_ROW(row, workspace, 0, 0, 0, elements)
 
 
+def stacks_of(descriptor: int, block: int, workspace: int) -> int:
+    """Return where a block has its stacks: in the memory of the call, or in the workspace."""
+    d = WORDS(descriptor)
+    return d[SLOT_STACKS] + block * d[N_STACKS] if d[N_STACKS] != 0 else workspace
+
+
 def forward_block(
-    descriptor: int, workspace: int, first: int, points: int, layers: int, fresh: bool
+    descriptor: int, workspace: int, stacks: int, first: int, points: int, layers: int, fresh: bool
 ) -> None:
     """Pass a block through the first `layers` layers; each one's sums and results have a place.
 
@@ -174,7 +186,7 @@ def forward_block(
     d = WORDS(descriptor)
     layer = descriptor + 8 * N_LAYER
     w = WORDS(layer)
-    stack = workspace + w[L_INPUT]
+    stack = stacks + w[L_INPUT]
     TAKE(
         d[SLOT_X] + first * d[SLOT_X + 1], d[SLOT_X + 1], d[SLOT_X + 2], points, w[L_K],
         stack, w[L_IN_STEP],
@@ -188,7 +200,7 @@ def forward_block(
     for i in range(layers):
         w = WORDS(layer)
         table = WORDS(d[SLOT_PACKED] + w[L_TABLE])
-        stack, z = workspace + w[L_INPUT], workspace + w[L_Z]
+        stack, z = stacks + w[L_INPUT], stacks + w[L_Z]
         step, out_step = w[L_IN_STEP], w[L_STEP]
         vectors = out_step // VECTOR
         bias = table[2] if w[L_BIAS] != 0 else 0
@@ -206,7 +218,7 @@ def forward_block(
             elements = points * out_step // SIZE
             OPEN_ROWS(descriptor, workspace, elements)
             scratch = workspace + d[N_SCRATCH] - (HELD + w[L_MEMBERS]) * elements * SIZE
-            CALL_ROWS(w[L_ROW], workspace, scratch, z, 0, workspace + w[L_OUT], elements)
+            CALL_ROWS(w[L_ROW], workspace, scratch, z, 0, stacks + w[L_OUT], elements)
         layer += 8 * LAYER_WORDS
 
 
@@ -222,7 +234,7 @@ def forward_cell(descriptor: int, cell: int, workspace: int) -> None:
     for first in range(start, end, block):
         points = min(block, end - first)
         fresh = first == start or points < block
-        FORWARD_BLOCK(descriptor, workspace, first, points, layers, fresh)
+        FORWARD_BLOCK(descriptor, workspace, workspace, first, points, layers, fresh)
         at, step, n = workspace + last[L_OUT], last[L_STEP], last[L_N]
         there = last[L_MEMBERS] if last[L_ROW] == 0 else 1 + d[N_DIRECTIONS] + d[N_SECONDS]
         for member in range(1 + d[N_DIRECTIONS] + d[N_SECONDS]):
@@ -233,14 +245,19 @@ def forward_cell(descriptor: int, cell: int, workspace: int) -> None:
 
 
 def backward_block(
-    descriptor: int, workspace: int, first: int, points: int, partial: int, add: bool
+    descriptor: int, workspace: int, stacks: int, first: int, points: int, partial: int, add: bool
 ) -> None:
-    """Add what a block gives to the gradients at `partial`; write its rows of d_x."""
+    """Add what a block gives to the gradients at `partial`; write its rows of d_x.
+
+    Where blocks have their stacks in the call's memory, the slopes stay there instead.
+    """
     d = WORDS(descriptor)
     layers = d[N_LAYERS]
     grad, q = workspace + d[N_GRAD], workspace + d[N_Q]
     w = WORDS(descriptor + 8 * (N_LAYER + (layers - 1) * LAYER_WORDS))
     step, n = w[L_STEP], w[L_N]
+    if d[N_STACKS] != 0 and w[L_BACK] == 0:
+        grad = stacks + w[L_SLOPES]
     members = w[L_MEMBERS] if w[L_BACK] == 0 else 1 + d[N_DIRECTIONS] + d[N_SECONDS]
     for member in range(members):
         source, target = RESULTS_OF(descriptor, member, first), grad + member * points * step
@@ -248,15 +265,16 @@ def backward_block(
         TAKE(source, row, column, points, n, target, step)
     for i in range(layers):
         w = WORDS(descriptor + 8 * (N_LAYER + (layers - 1 - i) * LAYER_WORDS))
-        step, in_step, stack = w[L_STEP], w[L_IN_STEP], workspace + w[L_INPUT]
+        step, in_step, stack = w[L_STEP], w[L_IN_STEP], stacks + w[L_INPUT]
         slopes = grad
         table = WORDS(d[SLOT_PACKED] + w[L_TABLE])
         if w[L_BACK] != 0:
             slopes, elements = q, points * step // SIZE
+            if d[N_STACKS] != 0:
+                slopes = stacks + w[L_SLOPES]
             OPEN_ROWS(descriptor, workspace, elements)
             scratch = workspace + d[N_SCRATCH] - (HELD + w[L_MEMBERS]) * elements * SIZE
-            z = workspace + w[L_Z]
-            CALL_ROWS(w[L_BACK], workspace, scratch, z, grad, q, elements)
+            CALL_ROWS(w[L_BACK], workspace, scratch, stacks + w[L_Z], grad, slopes, elements)
         if w[L_D_BIAS] >= 0:
             # the product of a row of ones, which is one 1
             CALL_PRODUCT(
@@ -271,7 +289,7 @@ def backward_block(
         if w[L_TURNED_STEP] != 0:
             # (of the first layer's inputs the points alone are no constants)
             rows = points if i == layers - 1 else points * w[L_MEMBERS]
-            target = grad if slopes == q else q
+            target = q if slopes == grad else grad
             CALL_PRODUCT(
                 w[L_ALONG], slopes, step, rows, w[L_N], table[1], w[L_TURNED_STEP],
                 in_step // VECTOR, target, in_step, 0, 0,
@@ -296,8 +314,40 @@ def backward_cell(descriptor: int, cell: int, workspace: int) -> None:
     for first in range(start, end, d[N_BLOCK]):
         points = min(d[N_BLOCK], end - first)
         fresh = first == start or points < d[N_BLOCK]
-        FORWARD_BLOCK(descriptor, workspace, first, points, d[N_MADE], fresh)
-        BACKWARD_BLOCK(descriptor, workspace, first, points, partial, first > start)
+        stacks = STACKS_OF(descriptor, first // d[N_BLOCK], workspace)
+        FORWARD_BLOCK(descriptor, workspace, stacks, first, points, d[N_MADE], fresh)
+        BACKWARD_BLOCK(descriptor, workspace, stacks, first, points, partial, first > start)
+
+
+def gradient_cell(descriptor: int, cell: int, workspace: int) -> None:
+    """Sum up what all blocks give to some rows of a layer's gradient; the first with the bias's.
+
+    The blocks have left their inputs and slopes in the call's memory.
+    """
+    tiles = WORDS(descriptor)[N_CELLS]
+    descriptor = OWN_WORDS(descriptor, cell // tiles, workspace)
+    d, w = WORDS(descriptor), WORDS(descriptor + 8 * N_LAYER)
+    table = WORDS(d[SLOT_PACKED] + w[L_TABLE])
+    top, step = cell % tiles * TILE_ROWS, w[L_STEP]
+    d_w = table[3] if table[3] != 0 else d[SLOT_PARTIAL] + w[L_D_W]
+    d_bias = table[4] if table[4] != 0 else d[SLOT_PARTIAL] + w[L_D_BIAS]
+    SUMS(workspace + d[N_ONE])[0] = ONE
+    stacks = d[SLOT_STACKS]
+    for first in range(0, d[N_POINTS], d[N_BLOCK]):
+        points = min(d[N_BLOCK], d[N_POINTS] - first)
+        slopes = stacks + w[L_SLOPES]
+        if top == 0 and w[L_D_BIAS] >= 0:
+            CALL_PRODUCT(
+                w[L_DOWN], workspace + d[N_ONE], 0, 1, points, slopes, step, step // VECTOR,
+                d_bias, step, 0, first > 0,
+            )  # fmt: skip
+        if w[L_D_W] >= 0:
+            CALL_PRODUCT(
+                w[L_DOWN], stacks + w[L_INPUT] + top * SIZE, w[L_IN_STEP],
+                min(TILE_ROWS, w[L_K] - top), points * w[L_MEMBERS], slopes, step, step // VECTOR,
+                d_w + top * step, step, 0, first > 0,
+            )  # fmt: skip
+        stacks += d[N_STACKS]
 
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -337,6 +387,8 @@ def names(acc: str) -> dict[str, Any]:
         "FIRST_SLOT": protocol.D_SLOTS,
         "SLOTS": len(protocol.NETWORK_SLOTS),
         "LAYER_WORDS": len(protocol.LAYER),
+        "TILE_ROWS": TILE_ROWS,
+        "STRIP": STRIP,
         "HELD": groups.COUNT,
         "VECTOR": r.vector_bytes,
         "SIZE": r.itemsize,
@@ -347,7 +399,7 @@ def names(acc: str) -> dict[str, Any]:
         "CALL_ROW": intrinsics.make_call(5),
         "CALL_PRODUCT": intrinsics.make_call(11),
     }
-    steps = own_words, take, pad, give, results_of, results_step, open_rows, call_rows
+    steps = own_words, take, pad, give, results_of, results_step, stacks_of, open_rows, call_rows
     for template in (*steps, forward_block, backward_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
     return words
@@ -355,6 +407,11 @@ def names(acc: str) -> dict[str, Any]:
 
 @functools.cache
 def cell(acc: str, name: str) -> specialise.Kernel:
-    """Return a cell: "pack", "forward" or "backward"."""
-    templates = {"pack": pack_cell, "forward": forward_cell, "backward": backward_cell}
+    """Return a cell: "pack", "forward", "backward" or "gradient"."""
+    templates = {
+        "pack": pack_cell,
+        "forward": forward_cell,
+        "backward": backward_cell,
+        "gradient": gradient_cell,
+    }
     return specialise.kernel(templates[name], **names(acc))

@@ -68,6 +68,7 @@ NETWORK_SLOTS = Schema("""
     PACKED X UNITS TABLE  # weights and biases, points, directions, weights of second derivatives
     VALUE DIRECTION SECOND  # results, or their cotangents
     PARTIAL D_X W BIAS TURNED D_W D_BIAS
+    STACKS  # memory of all blocks, where they have their stacks in it
     X_DOT GRAD  # tangents of points, and a cotangent of the tangents of results
 """)
 NETWORK = Schema(
@@ -79,6 +80,7 @@ NETWORK = Schema(
     N_MADE  # layers that a backward makes again
     N_GRAD N_Q N_SCRATCH N_ONE  # places in the workspace
     N_PARTIAL  # bytes of a cell's sums
+    N_STACKS  # bytes of a block's stacks in the call's memory; 0: they are in the workspace
     P_TABLE  # where a layer's addresses go: of its operands and of its gradients (`pack_cell`)
     P_W P_STEP P_TURNED P_TURNED_STEP P_BIAS  # of a layer: places of copies, bytes of their rows
     N_CELLS  # of a network, where there is a batch of them
@@ -91,14 +93,14 @@ NETWORK = Schema(
 N_LAYER = NETWORK["N_BATCH"] + len(NETWORK_SLOTS)
 #: Of a layer: its sizes, members of its inputs, bytes of a row of its inputs and of its sums;
 #: where its addresses are (`P_TABLE`), bytes of a row of its weights and of their transpose (0: not
-#: needed), whether it has a bias; places of its stacks in the workspace and of its gradients in a
-#: cell's sums (-1: none); the addresses of its products and of its row functions (0: none).  Where
+#: needed), whether it has a bias; places of its stacks and of its gradients in a cell's sums
+#: (-1: none); the addresses of its products and of its row functions (0: none).  Where
 #: tangents pass too: places of those of its weights and bias, whether its sums move, and whether
 #: the sums of its values are made.
 LAYER = Schema("""
     L_K L_N L_MEMBERS L_IN_STEP L_STEP
     L_TABLE L_W_STEP L_TURNED_STEP L_BIAS
-    L_INPUT L_Z L_OUT
+    L_INPUT L_Z L_OUT L_SLOPES
     L_D_W L_D_BIAS
     L_ALONG L_DOWN L_ROW L_BACK
     L_W_DOT L_TURNED_DOT L_BIAS_DOT L_MOVED L_SUMS
