@@ -141,7 +141,7 @@ def test_the_bits_of_a_point_depend_on_it_alone(monkeypatch, dtype, sizes):
 CODE = """
 import hashlib, sys
 sys.path[:0] = {path!r}
-from test_second_networks import SIZES, like, network, twice
+from test_cpu_second_networks import SIZES, like, network, twice
 for dtype in ("float64", "float32"):
     digest = hashlib.sha256()
     for sizes in SIZES:
