@@ -240,13 +240,19 @@ def mlp_jvp(
     >>> nf.mlp_jvp(3 * one, [one, 2 * one], None, one, None, None, "relu")
     Tangent(out=array([[6.]]), out_dot=array([[2.]]))
     """
+    moving, repeat = _flat(weights, x_dot, weights_dot, biases_dot), None
+    if moving is not None:
+        how = activation, final, (bool(guard),), backend
+        repeat = again("mlp_jvp", x, weights, biases, moving, (), *how)
+        if type(repeat) is tuple:
+            return Tangent(*repeat)
     call = Chain("mlp_jvp", x, weights, biases, activation, final, guard, backend)
     moved = call.group("weights_dot", weights_dot, 0), call.group("biases_dot", biases_dot, 1)
     x_dot = call.cast("x_dot", x_dot, call.x)
     found = None
     if call.net is not None:
         whole = getattr(resolve(backend), "network_jvp", None)
-        found = None if whole is None else whole(call.net, x_dot, *moved)
+        found = None if whole is None else whole(call.net, x_dot, *moved, repeat)
     if found is None:
         *_, found = call.tangents(x_dot, *moved)
     return Tangent(*map(call.rounded, found))
@@ -304,6 +310,13 @@ def mlp_double_bwd(
     """
     chosen = check_needs(needs, SECOND_NEEDS)
     wanted = tuple(name for name in SECOND_NEEDS if name in chosen)
+    moving, repeat = _flat(weights, u, v, w), None
+    if moving is not None:
+        how = activation, final, (wanted, bool(guard)), backend
+        given = x, weights, biases, (*moving, grad), wanted, None
+        repeat = gradients_again("mlp_double_bwd", *given, *how)
+        if type(repeat) is tuple:
+            return NetworkSecondGradients(repeat[0], *gradients_of(repeat[1:], wanted))
     call = Chain("mlp_double_bwd", x, weights, biases, activation, final, guard, backend)
     groups = call.group("v", v, 0), call.group("w", w, 1)
     u = call.cast("u", u, call.x)
@@ -311,7 +324,21 @@ def mlp_double_bwd(
     if call.net is not None:
         grad = call.cast("grad", shaped(array_of(grad), "grad", call.net.shapes[0]))
         whole = getattr(resolve(backend), "network_double_bwd", None)
-        found = None if whole is None else whole(call.net, u, *groups, grad, wanted)
+        found = None if whole is None else whole(call.net, u, *groups, grad, wanted, repeat)
     if found is None:
         found = call.twice(u, *groups, grad, wanted)
     return NetworkSecondGradients(*map(call.rounded, found))
+
+
+def _flat(weights: Any, first: Any, *groups: Any) -> tuple[Any, ...] | None:
+    """Return tangents, or cotangents, one after another; None where a group is not as `weights`."""
+    count = len(weights) if isinstance(weights, Sequence) else 0
+    found = (first,)
+    for group in groups:
+        if group is None:
+            found += (None,) * count
+        elif type(group) in (list, tuple) and len(group) == count:
+            found += tuple(group)
+        else:
+            return None
+    return found

@@ -92,6 +92,12 @@ class NetworkArrays:
             self.add(name, every, own)
         return found
 
+    def turned(self, needs: Collection[str]) -> None:
+        """Enter the transposes of weights that are packed."""
+        if self.net.packed is not None:
+            for i in range(len(self.net.layers)):
+                self.arrays[f"t{i}"] = self.net.packed.turned(i) if i or "x" in needs else None
+
     def gradients(
         self, needs: Collection[str], targets: Mapping[str, ndarray]
     ) -> tuple[ndarray | None, list[list[ndarray | None]]]:
@@ -202,9 +208,7 @@ def backward(
     call = NetworkArrays(net)
     for name, y in zip(_RESULTS, given, strict=False):
         call.add(name, y)
-    if net.packed is not None:
-        for i in range(len(net.layers)):
-            call.arrays[f"t{i}"] = net.packed.turned(i) if i or "x" in needs else None
+    call.turned(needs)
     d_x, groups = call.gradients(needs, targets)
     if not call.run(backend, True, [d_x, *groups[0], *groups[1]], repeat):
         return None

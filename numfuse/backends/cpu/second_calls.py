@@ -13,6 +13,7 @@ from numfuse.backends.cpu.second_networks import record
 
 if TYPE_CHECKING:
     from numfuse.backends.cpu.face import CpuBackend
+    from numfuse.repeats import Repeat
 
 _Group = Sequence[ndarray | None]
 
@@ -26,40 +27,39 @@ class _Arrays(NetworkArrays):
     def __init__(self, net: Any, x_dot: ndarray | None, weights_dot: _Group, biases_dot: _Group):
         super().__init__(net)
         self.add("x_dot", x_dot)
-        for i, (w, bias) in enumerate(zip(weights_dot, biases_dot, strict=True)):
-            self.add(f"w_dot{i}", w, True)
-            self.add(f"b_dot{i}", bias, True)
+        for label, group in (("w", weights_dot), ("b", biases_dot)):
+            for i, y in enumerate(group):
+                self.add(f"{label}_dot{i}", y, True)
 
-
-def _result(call: _Arrays, name: str) -> ndarray:
-    """Enter an array of the results' shape, and return it."""
-    found: ndarray = np.empty(call.net.shapes[0], call.net.acc)
-    call.add(name, found)
-    return found
+    def result(self, name: str) -> ndarray:
+        """Enter an array of the results' shape, and return it."""
+        found: ndarray = np.empty(self.net.shapes[0], self.net.acc)
+        self.add(name, found)
+        return found
 
 
 def tangent(
-    backend: CpuBackend, net: Any, x_dot: ndarray | None, weights_dot: _Group, biases_dot: _Group
-) -> tuple[ndarray, ndarray] | None:
+    backend: CpuBackend, net: Any, x_dot: ndarray | None, weights_dot: _Group, biases_dot: _Group,
+    repeat: Repeat | None,
+) -> tuple[ndarray, ndarray] | None:  # fmt: skip
     """Return a network's value and its tangent; None where it does not go this way."""
     call = _Arrays(net, x_dot, weights_dot, biases_dot)
-    found = _result(call, "out"), _result(call, "out_dot")
-    return found if call.run(backend, False) else None
+    found = call.result("out"), call.result("out_dot")
+    return found if call.run(backend, False, found, repeat) else None
 
 
 def double_backward(
     backend: CpuBackend, net: Any, u: ndarray | None, v: _Group, w: _Group, grad: ndarray,
-    needs: Collection[str],
+    needs: Collection[str], repeat: Repeat | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Return d_grad, d_x, and of each layer d_w and d_bias; None where it does not go this way."""
-    call, d_grad = _Arrays(net, u, v, w), None
-    backward = any(name != "grad" for name in needs)
-    if backward:
-        call.add("grad", grad)
-    if "grad" in needs:
-        d_grad = _result(call, "out_dot")
-    d_x, pair = call.gradients(needs, {})
-    if not call.run(backend, backward):
+    """Return d_grad, d_x, and those of weights and biases; None where it does not go this way."""
+    call = _Arrays(net, u, v, w)
+    call.add("grad", grad)
+    call.turned(needs)
+    d_grad = call.result("out_dot") if "grad" in needs else call.add("out_dot", None)
+    d_x, groups = call.gradients(needs, {})
+    results = d_grad, d_x, *groups[0], *groups[1]
+    if not call.run(backend, any(name != "grad" for name in needs), results, repeat):
         return None
-    groups = zip(("weights", "biases"), map(tuple, pair), strict=True)
-    return d_grad, d_x, *[y if name in needs else None for name, y in groups]
+    named = zip(("weights", "biases"), groups, strict=True)
+    return d_grad, d_x, *[tuple(y) if name in needs else None for name, y in named]

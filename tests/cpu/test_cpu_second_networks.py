@@ -13,7 +13,7 @@ from arrays import bits
 from test_cpu_networks import launches, network  # noqa: F401  (a fixture)
 
 import numfuse as nf
-from numfuse import chains
+from numfuse import chains, multilayer
 from numfuse.backends.cpu import networks
 from numfuse.backends.cpu.face import BACKEND, CpuBackend
 from numfuse.backends.cpu.launch import workspace
@@ -55,6 +55,8 @@ def layers(monkeypatch):
         with monkeypatch.context() as patch:
             for name in ("network_jvp", "network_double_bwd"):
                 patch.setattr(CpuBackend, name, lambda *_: None)
+            for name in ("again", "gradients_again"):
+                patch.setattr(multilayer, name, lambda *_: None)
             return twice(*given, **how)
 
     return run
@@ -141,7 +143,7 @@ def test_the_bits_of_a_point_depend_on_it_alone(monkeypatch, dtype, sizes):
 CODE = """
 import hashlib, sys
 sys.path[:0] = {path!r}
-from test_second_networks import SIZES, like, network, twice
+from test_cpu_second_networks import SIZES, like, network, twice
 for dtype in ("float64", "float32"):
     digest = hashlib.sha256()
     for sizes in SIZES:
@@ -267,3 +269,39 @@ def test_an_array_on_an_odd_address_is_taken():
     assert not odd.flags.aligned
     pairs = zip(twice(given, along), twice(given, [odd, *along[1:]]), strict=True)
     assert all((bits(y) == bits(z)).all() for y, z in pairs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_that_comes_again_is_the_first_one(monkeypatch, packed):
+    """Guards: a repeated call is launched at once, on the arrays of its own."""
+    x, weights, biases = network((3, 17, 8, 2), 40, np.float64)
+    biases[1] = None
+    arrays = x, weights, biases
+    along = like(arrays)
+    some = [None, along[1], [along[2][0], None, None]]
+    given = x, nf.pack(weights) if packed else weights, biases
+    forms = [(one, needs) for one in (along, some) for needs in (("x", "weights"), ("grad",))]
+
+    def run(x, along, needs, guard=True):
+        operands = x, *given[1:]
+        tangent = nf.mlp_jvp(*operands, *along, "silu", guard=guard)
+        how = {"needs": needs, "guard": guard}
+        second = nf.mlp_double_bwd(*along, tangent.out, *operands, "silu", **how)
+        return [*tangent, *flat(second)]
+
+    first = [run(x, *form) for form in forms]
+    with monkeypatch.context() as patch:
+        patch.setattr(multilayer, "Chain", None)
+        again = [run(x, *form) for form in forms]
+        other = [run(2 * x, *form) for form in forms]
+    BACKEND.replay.clear()
+    pairs = zip(again + other, first + [run(2 * x, *form) for form in forms], strict=True)
+    for found, wanted in pairs:
+        for y, z in zip(found, wanted, strict=True):
+            assert (y is None and z is None) or ((bits(y) == bits(z)).all() and y is not z)
+    assert all((y != z).any() for y, z in zip(other[0][:2], first[0][:2], strict=True))
+    assert run(x, *forms[0], guard=False)[2] is None
+    with pytest.raises(ValueError, match="x_dot must have shape"):
+        nf.mlp_jvp(*given, along[0][1:], *along[1:], "silu")
+    with pytest.raises(ValueError, match="v must be None or a sequence of 3"):
+        nf.mlp_double_bwd(along[0], along[1][:2], None, first[0][0], *given, "silu")
