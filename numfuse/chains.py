@@ -14,8 +14,9 @@ from numpy import ndarray
 
 from numfuse.differentials import matmul_bias_activation_double_bwd, matmul_bias_activation_jvp
 from numfuse.functional import BackendLike, matmul_bias_activation, matmul_bias_activation_bwd
+from numfuse.kept import Kept
 from numfuse.networks import listed
-from numfuse.perceptron import Kept, Network, sequences
+from numfuse.perceptron import Network, sequences
 from numfuse.problem.operands import array_of, same_dtype
 from numfuse.problem.results import NetworkGradients, NetworkSecondGradients
 from numfuse.runtime.dispatch import adapter_for

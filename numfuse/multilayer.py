@@ -14,8 +14,8 @@ import numpy as np
 from numfuse.backends import resolve
 from numfuse.chains import NEEDS, SECOND_NEEDS, Chain
 from numfuse.functional import ActivationLike, BackendLike
+from numfuse.kept import Kept
 from numfuse.networks import gradients_again, gradients_of, stored_gradients
-from numfuse.perceptron import Kept
 from numfuse.problem.operands import array_of, output, shaped
 from numfuse.problem.results import (
     NetworkGradients,
@@ -83,9 +83,12 @@ def mlp(
     array([[6.]])
     """
     outs = () if out is None else (out,)
-    repeat = again("mlp", x, weights, biases, (), outs, activation, final, (), backend)
+    options = (bool(keep),)
+    repeat = again("mlp", x, weights, biases, (), outs, activation, final, options, backend)
     if type(repeat) is tuple:
-        return (repeat[0], Kept()) if keep else repeat[0]
+        if keep:
+            return repeat if len(repeat) > 1 else (repeat[0], Kept())
+        return repeat[0]
     call = Chain("mlp", x, weights, biases, activation, final, True, backend)
     net, kept = call.net, Kept([], []) if keep else None
     if net is None:
@@ -96,10 +99,11 @@ def mlp(
     whole = getattr(resolve(backend), "network_jet", None)
     if made is None or net.dtype != net.acc:
         made = np.empty(shape, net.acc)
-    if whole is not None and whole(net, (made,), repeat):
-        kept = Kept()
-    else:
+    found = None if whole is None else whole(net, (made,), repeat, keep)
+    if found is None:
         call.run(kept, made)
+    else:
+        kept = found
     if target is None:
         target = made.astype(net.dtype, copy=False)
     elif target is not made:
@@ -161,12 +165,14 @@ def mlp_bwd(
     [6.0, 3.0]
     """
     wanted = check_needs(needs, NEEDS)
+    stacks = getattr(kept, "stacks", None)
     if kept is not None and not kept.inputs:
         kept = None
     repeat = None
     if kept is None:
         how = activation, final, (wanted, bool(guard)), backend
-        repeat = gradients_again("mlp_bwd", x, weights, biases, (grad,), wanted, out, *how)
+        grads = (grad,) if stacks is None else (grad, stacks)
+        repeat = gradients_again("mlp_bwd", x, weights, biases, grads, wanted, out, *how)
         if type(repeat) is tuple:
             return gradients_of(repeat, wanted)
     call = Chain("mlp_bwd", x, weights, biases, activation, final, guard, backend)
@@ -178,7 +184,7 @@ def mlp_bwd(
         shapes = net.operand_shapes
         targets = network_outputs(out, NEEDS, wanted, shapes, net.dtype, others, lambda _, y: y)
         whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
-        found = None if whole is None else whole(net, (grad,), wanted, targets, repeat)
+        found = None if whole is None else whole(net, (grad,), wanted, targets, repeat, stacks)
         if found is not None:
             d_x, pairs = found
             return stored_gradients(net, d_x, pairs, wanted, targets)

@@ -10,8 +10,9 @@ from numpy import ndarray
 
 from numfuse.backends import resolve
 from numfuse.functional import ActivationLike, BackendLike
+from numfuse.kept import Kept
 from numfuse.packs import Packed
-from numfuse.perceptron import Kept, Memory, Network
+from numfuse.perceptron import Memory, Network
 from numfuse.problem.operands import array_of, output, same_dtype, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs, network_outputs
 from numfuse.repeats import Repeat, again, content
@@ -123,7 +124,7 @@ def mlp_jet(
     net = Network("mlp_jet", x, weights, biases, *how)
     made, results = _outputs(net, out)
     whole = getattr(resolve(backend), "network_jet", None)
-    if whole is not None and whole(net, made, repeat):
+    if whole is not None and whole(net, made, repeat) is not None:
         found = _stored(results, made)
         return (found, Kept()) if keep else found
     blocks = [slice(0, net.x.shape[-2])] if keep else net.blocks(2)

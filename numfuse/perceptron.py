@@ -8,7 +8,6 @@ product over all rows. Half types are widened first, and results rounded once.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -30,22 +29,6 @@ from numfuse.tiling import round_up
 
 #: Bytes that a block of points may have between layers; beyond, points go by several blocks.
 BLOCK_BYTES = 8 << 20
-
-
-class Kept:
-    """The inputs and the sums of each layer that a forward keeps; of a jet, stacks.
-
-    None are there where a backend makes them again in less time than it takes to read them.
-    """
-
-    def __init__(
-        self, inputs: list[Any] | None = None, sums: list[Any] | None = None,
-        memory: Memory | None = None,
-    ) -> None:  # fmt: skip
-        self.inputs = [] if inputs is None else inputs
-        self.sums = [] if sums is None else sums
-        if memory is not None:
-            weakref.finalize(self, memory.slab.release)
 
 
 class Memory:

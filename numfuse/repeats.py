@@ -15,6 +15,7 @@ from numpy import empty, ndarray
 
 from numfuse.activations import table
 from numfuse.backends import ACTIVE, DEFAULT, LOADED
+from numfuse.kept import kept_stacks
 from numfuse.packs import Packed
 from numfuse.problem.operands import address
 from numfuse.runtime.fingerprint import form_of, lie_apart
@@ -36,6 +37,8 @@ class _Kept:
     variant: Hashable
     #: The dtypes that the form has by their addresses.
     dtypes: Any
+    #: How many elements, of which dtype, are kept for a backward; None: nothing is.
+    stacks: tuple[int, Any] | None
 
 
 class Repeat:
@@ -56,10 +59,12 @@ class Repeat:
         results: Sequence[Any],
         formulas: Iterable[Any],
         varies: Callable[[], Hashable] | None = None,
+        stacks: ndarray | None = None,
     ) -> None:
         """Keep a program of such arrays, those of the operands and of these results.
 
-        It may see them with other axes, if they begin where the call's own do.
+        It may see them with other axes, if they begin where the call's own do. Behind them it takes
+        `stacks`, if these are kept for a backward.
         """
         given = *self.operands, *results
         outs = self.outs or results
@@ -73,7 +78,8 @@ class Repeat:
         made = [None if y is None else (y.shape, y.dtype) for y in results]
         dtypes = {x.dtype for x in given if x is not None}
         variant = None if varies is None else varies()
-        found = _Kept(program, constants, made, varies, variant, dtypes)
+        held = None if stacks is None else (stacks.size, stacks.dtype)
+        found = _Kept(program, constants, made, varies, variant, dtypes, held)
         self.chosen.replay.keep(self.key, found, formulas, program.nbytes)
 
 
@@ -90,6 +96,8 @@ def again(
     backend: Any,
 ) -> tuple[Any, ...] | Repeat | None:
     """Run a call on NumPy's arrays that came before, and return its results, None where none is.
+
+    Behind them is what was kept for a backward, if anything was.
 
     Another is returned as a :class:`Repeat`; what has no form as None. `others` are the arrays
     beside x, weights and biases, `outs` those to write to, and `options` what the program depends
@@ -129,8 +137,12 @@ def again(
         results = (empty(*made[0]),)
     else:
         results = tuple([None if y is None else empty(*y) for y in made])
-    chosen.launch(found.program, found.constants + operands + results)
-    return results
+    if found.stacks is None:
+        chosen.launch(found.program, found.constants + operands + results)
+        return results
+    kept, stacks = kept_stacks(*found.stacks)
+    chosen.launch(found.program, (*found.constants, *operands, *results, stacks))
+    return (*results, kept)
 
 
 def _serial(activation: Any) -> Hashable:

@@ -17,7 +17,8 @@ from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import library
 from numfuse.backends.cpu.launch import threads
 from numfuse.backends.cpu.launch.sequence import Program, formulas_of
-from numfuse.backends.cpu.networks import SEVERAL, Form, form_of, record
+from numfuse.backends.cpu.networks import SEVERAL, Form, Layout, form_of, record
+from numfuse.kept import Kept, kept_stacks
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import sum_to
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from numfuse.repeats import Repeat
 
 _RESULTS = "value", *SEVERAL
+#: Bytes of the stacks of all blocks, at the most, that are kept.
+KEPT_BYTES = 64 << 20
 #: Arrays of a call before its operands.
 CONSTANTS = 2
 
@@ -125,10 +128,12 @@ class NetworkArrays:
         backward: bool,
         results: Sequence[ndarray | None] = (),
         repeat: Repeat | None = None,
+        stacks: ndarray | None = None,
     ) -> bool:
         """Launch the program of the call, recorded before or now; False where there is none.
 
-        It is kept for calls that come again as `repeat`, which has these results.
+        It is kept for calls that come again as `repeat`, which has these results, and behind them
+        `stacks`, what is kept for a backward.
         """
         net, form, elements = self.net, list[Any](), 0
         for name, y in self.arrays.items():
@@ -170,7 +175,8 @@ class NetworkArrays:
         if repeat is not None and formulas is not None:
             constants, own = arrays[:CONSTANTS], arrays[CONSTANTS:]
             varies = threads.number if large else None
-            repeat.keep(made, constants, own, results, formulas, varies)
+            own = own if stacks is None else own[:-1]
+            repeat.keep(made, constants, own, results, formulas, varies, stacks)
         return True
 
 
@@ -179,18 +185,45 @@ def _plain(x: ndarray) -> bool:
     return x.flags.aligned and x.flags.c_contiguous
 
 
+def _stacks(call: NetworkArrays, backward: bool) -> tuple[int, int, int] | None:
+    """Return the shape of what is kept of a network's blocks; None where it does not go this way"""
+    f = form_of(call.net, call.arrays, call.networks, backward)
+    if f is None:
+        return None
+    at = Layout(f._replace(keeps=True))
+    return call.networks, at.blocks, at.stacks // call.net.acc.itemsize
+
+
+def _kept(call: NetworkArrays) -> Kept:
+    """Enter what is kept for a backward, and return it; nothing where it takes less to make it."""
+    shape = _stacks(call, False)
+    if shape is None or prod(shape) * call.net.acc.itemsize > KEPT_BYTES:
+        return Kept()
+    kept, stacks = kept_stacks(prod(shape), call.net.acc)
+    call.arrays["stacks"] = stacks.reshape(shape)
+    return kept
+
+
 def forward(
-    backend: CpuBackend, net: Any, made: Sequence[ndarray], repeat: Repeat | None = None
-) -> bool:
-    """Write a network's value, or its jet, to its arrays; False where it does not go this way."""
+    backend: CpuBackend,
+    net: Any,
+    made: Sequence[ndarray],
+    repeat: Repeat | None = None,
+    keep: bool = False,
+) -> Kept | None:
+    """Write a network's value, or its jet, to its arrays; return what is kept for a backward.
+
+    None is returned where it does not go this way.
+    """
     call = NetworkArrays(net)
     rows = [call.add(name, y) for name, y in zip(_RESULTS, made, strict=False)]
-    if not call.run(backend, False, made, repeat):
-        return False
+    kept = _kept(call) if keep else Kept()
+    if not call.run(backend, False, made, repeat, kept.stacks):
+        return None
     for y, found in zip(made, rows, strict=True):
         if found is not None and found is not y and not np.may_share_memory(y, found):
             y[...] = found.reshape(y.shape)
-    return True
+    return kept
 
 
 def backward(
@@ -200,14 +233,23 @@ def backward(
     needs: Collection[str],
     targets: Mapping[str, ndarray],
     repeat: Repeat | None = None,
+    stacks: ndarray | None = None,
 ) -> tuple[ndarray | None, list[list[ndarray | None]]] | None:
     """Return d_x, and of each layer d_w and d_bias; None where it does not go this way.
 
-    They are in `targets` where these can be written to.
+    They are in `targets` where these can be written to. `stacks` is what a forward kept.
     """
     call = NetworkArrays(net)
     for name, y in zip(_RESULTS, given, strict=False):
         call.add(name, y)
+    if stacks is not None:
+        shape = _stacks(call, True)
+        if shape is None or prod(shape) != stacks.size or stacks.dtype != net.acc:
+            raise ValueError(
+                "kept must come from a forward on operands of these shapes and this dtype, got "
+                f"{stacks.size} elements of {stacks.dtype}"
+            )
+        call.arrays["stacks"] = stacks.reshape(shape)
     call.turned(needs)
     d_x, groups = call.gradients(needs, targets)
     if not call.run(backend, True, [d_x, *groups[0], *groups[1]], repeat):

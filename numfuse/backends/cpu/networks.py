@@ -88,6 +88,8 @@ class Form(NamedTuple):
     #: gradients, each with an axis of networks before its rows where it has one for each.
     arrays: Mapping[str, Operand]
     backward: bool
+    #: Whether the stacks of all blocks are kept by a forward, and given to its backward.
+    keeps: bool = False
 
     @property
     def plain(self) -> bool:
@@ -119,7 +121,7 @@ def form_of(
         own = found[f"w{i}"], found.get(f"b{i}"), found.get(f"t{i}"), packed
         layers.append(Layer(w.shape[-2], w.shape[-1], f, *own))
     how = net.directions, net.seconds, net.pattern, net.guard, acc, tuple(layers)
-    return Form(found["x"].shape[-2], networks, *how, found, backward)
+    return Form(found["x"].shape[-2], networks, *how, found, backward, "stacks" in found)
 
 
 # --- places -------------------------------------------------------------------------------------
@@ -156,8 +158,9 @@ class Layout:
         weights = sum(x.k * step for x, step in zip(f.layers, self.steps[1:], strict=True))
         most_cells = max(FEWEST_CELLS, min(MOST_CELLS, SUMS_BYTES // weights))
         #: Whether blocks leave their stacks in the call's memory, and gradients are summed by rows.
-        self.shared = self.shares and f.backward and f.points * most <= SHARED_ROWS
-        if self.shared:
+        few = self.shares and f.points * most <= SHARED_ROWS
+        self.shared = few and f.backward
+        if few and (f.backward or f.keeps):
             each = tiling.round_up(-(-f.points // SHARED_BLOCKS), POINTS)
             self.block = min(self.block, max(SHARED_POINTS, each))
             self.cell = self.block
@@ -170,7 +173,8 @@ class Layout:
         #: The cells whose sums are joined to gradients.
         self.parts = 1 if self.shared else self.cells
         packed, work, sums = Places(), Places(protocol.CONTEXT_BYTES), Places()
-        stacks = Places() if self.shared else work
+        own = self.shared or f.keeps
+        stacks, slopes = Places() if own else work, Places()
         self.layers: list[dict[str, int]] = []
         #: Of each layer, where copies of its operands go.
         self.copies: list[dict[str, int]] = []
@@ -190,10 +194,10 @@ class Layout:
             }  # fmt: skip
             copies = self._copies(x, in_step, step, turned, packed, words)
             self.copies.append(copies)
-            if f.backward:
+            if f.backward or f.keeps:
                 words["L_INPUT"] = stacks.take(whole * in_step)
                 words["L_Z"] = stacks.take(whole * step)
-                words["L_SLOPES"] = stacks.take(whole * step) if self.shared else 0
+                words["L_SLOPES"] = slopes.take(whole * step) if self.shared else 0
             else:
                 # (nor does another layer's input lie where the first one's directions do)
                 words["L_INPUT"] = turns[i % 2] if i else work.take(whole * in_step)
@@ -203,9 +207,12 @@ class Layout:
             if i + 1 < len(self.layers):
                 words["L_OUT"] = self.layers[i + 1]["L_INPUT"]
             else:
-                words["L_OUT"] = turns[1 - i % 2]
+                words["L_OUT"] = stacks.take(whole * words["L_STEP"]) if own else turns[1 - i % 2]
         self.turns, self.packed = turns, packed.end
-        self.stacks = tiling.round_up(stacks.end, tiling.LINE) if self.shared else 0
+        #: Bytes that a block has in the call's memory.
+        self.stacks = tiling.round_up(stacks.end, tiling.LINE) if own else 0
+        self.slopes = tiling.round_up(slopes.end, tiling.LINE) if self.shared else 0
+        self.blocks = -(-f.points // self.block)
         self.sums = tiling.round_up(sums.end, PAGE) + tiling.LINE
         self.own = work.take(8 * (protocol.N_LAYER + len(f.layers) * len(protocol.LAYER)))
         self.scratch = work.end
@@ -328,9 +335,14 @@ def partial_sums(at: Layout, acc: str) -> Operand:
     return temporary("partials", (at.f.networks, at.parts, at.sums // at.r.itemsize), acc)
 
 
-def _stacks(at: Layout, acc: str) -> Operand:
-    """Return the call's memory of the stacks of all blocks."""
-    return temporary("stacks", (at.f.networks, at.cells, at.stacks // at.r.itemsize), acc)
+def _of_blocks(f: Form, at: Layout) -> dict[str, Operand]:
+    """Return the memory of the stacks and the slopes of all blocks, by their slots."""
+    found = {}
+    for name, size in (("stacks", at.stacks), ("slopes", at.slopes)):
+        if size:
+            shape = f.networks, at.blocks, size // at.r.itemsize
+            found[name.upper()] = f.arrays.get(name) or temporary(name, shape, f.acc)
+    return found
 
 
 def _cells(f: Form, at: Layout, threads: int) -> Step:
@@ -362,15 +374,14 @@ def _cells(f: Form, at: Layout, threads: int) -> Step:
         "N_SECONDS": f.seconds, "N_DIRECTION_STEP": steps[0], "N_SECOND_STEP": steps[1],
         "N_LAYERS": len(f.layers), "N_MADE": len(f.layers) - f.plain, "N_GRAD": at.turns[0],
         "N_Q": at.turns[1], "N_SCRATCH": at.scratch, "N_ONE": at.one, "N_PARTIAL": at.sums,
-        "N_STACKS": at.stacks,
+        "N_STACKS": at.stacks, "N_SLOPES": at.slopes, "N_KEPT": int(f.keeps),
     }  # fmt: skip
     names = "x", "units", "table", "value", "direction", "second", "d_x"
     slots = {name.upper(): f.arrays.get(name) for name in names}
     slots["PACKED"] = packed_weights(at, f.acc)
     if f.backward:
         slots["PARTIAL"] = partial_sums(at, f.acc)
-    if at.shared:
-        slots["STACKS"] = _stacks(at, f.acc)
+    slots |= _of_blocks(f, at)
     cell = network.cell(f.acc, "backward" if f.backward else "forward")
     count = f.networks * at.cells
     return plan_of(at, cell, count, threads, slots, head, words, tuple(kernels)), {}
@@ -381,17 +392,17 @@ def _gradients(f: Form, at: Layout, threads: int) -> Iterator[Step]:
     if not at.shared:
         return
     cell, down = network.cell(f.acc, "gradient"), network.products(f.acc, True)
-    packed, sums, stacks = (x(at, f.acc) for x in (packed_weights, partial_sums, _stacks))
+    slots = {"PACKED": packed_weights(at, f.acc), "PARTIAL": partial_sums(at, f.acc)}
+    slots |= _of_blocks(f, at)
     for place in at.layers:
         if place["L_D_W"] < 0 and place["L_D_BIAS"] < 0:
             continue
         tiles = -(-place["L_K"] // network.TILE_ROWS) if place["L_D_W"] >= 0 else 1
         head = {
-            "N_POINTS": f.points, "N_BLOCK": at.block, "N_ONE": at.one, "N_STACKS": at.stacks,
-            "N_CELLS": tiles,
+            "N_POINTS": f.points, "N_BLOCK": at.block, "N_ONE": at.one, "N_CELLS": tiles,
+            "N_STACKS": at.stacks, "N_SLOPES": at.slopes,
         }  # fmt: skip
         words = protocol.LAYER.words(place | {"L_DOWN": down.address})
-        slots = {"PACKED": packed, "PARTIAL": sums, "STACKS": stacks}
         yield plan_of(at, cell, f.networks * tiles, threads, slots, head, words, (down,)), {}
 
 
@@ -428,6 +439,5 @@ def record(f: Form, names: Sequence[str], threads: int) -> Program:
     if f.backward:
         phases += [[*_gradients(f, at, threads)], [*joins(f, at, threads)]]
         own.append(partial_sums(at, f.acc))
-    if at.shared:
-        own.append(_stacks(at, f.acc))
+    own += [x for x in _of_blocks(f, at).values() if x.name not in f.arrays]
     return program(names, [phases], own)

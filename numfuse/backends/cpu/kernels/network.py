@@ -233,9 +233,10 @@ def forward_cell(descriptor: int, cell: int, workspace: int) -> None:
     end = min(d[N_POINTS], start + d[N_CELL])
     for first in range(start, end, block):
         points = min(block, end - first)
-        fresh = first == start or points < block
-        FORWARD_BLOCK(descriptor, workspace, workspace, first, points, layers, fresh)
-        at, step, n = workspace + last[L_OUT], last[L_STEP], last[L_N]
+        fresh = first == start or points < block or d[N_STACKS] != 0
+        stacks = STACKS_OF(descriptor, first // block, workspace)
+        FORWARD_BLOCK(descriptor, workspace, stacks, first, points, layers, fresh)
+        at, step, n = stacks + last[L_OUT], last[L_STEP], last[L_N]
         there = last[L_MEMBERS] if last[L_ROW] == 0 else 1 + d[N_DIRECTIONS] + d[N_SECONDS]
         for member in range(1 + d[N_DIRECTIONS] + d[N_SECONDS]):
             to = RESULTS_OF(descriptor, member, first)
@@ -249,15 +250,16 @@ def backward_block(
 ) -> None:
     """Add what a block gives to the gradients at `partial`; write its rows of d_x.
 
-    Where blocks have their stacks in the call's memory, the slopes stay there instead.
+    Where blocks have slopes in the call's memory, these stay there instead.
     """
     d = WORDS(descriptor)
     layers = d[N_LAYERS]
     grad, q = workspace + d[N_GRAD], workspace + d[N_Q]
     w = WORDS(descriptor + 8 * (N_LAYER + (layers - 1) * LAYER_WORDS))
     step, n = w[L_STEP], w[L_N]
-    if d[N_STACKS] != 0 and w[L_BACK] == 0:
-        grad = stacks + w[L_SLOPES]
+    left = d[SLOT_SLOPES] + first // d[N_BLOCK] * d[N_SLOPES]
+    if d[N_SLOPES] != 0 and w[L_BACK] == 0:
+        grad = left + w[L_SLOPES]
     members = w[L_MEMBERS] if w[L_BACK] == 0 else 1 + d[N_DIRECTIONS] + d[N_SECONDS]
     for member in range(members):
         source, target = RESULTS_OF(descriptor, member, first), grad + member * points * step
@@ -270,8 +272,8 @@ def backward_block(
         table = WORDS(d[SLOT_PACKED] + w[L_TABLE])
         if w[L_BACK] != 0:
             slopes, elements = q, points * step // SIZE
-            if d[N_STACKS] != 0:
-                slopes = stacks + w[L_SLOPES]
+            if d[N_SLOPES] != 0:
+                slopes = left + w[L_SLOPES]
             OPEN_ROWS(descriptor, workspace, elements)
             scratch = workspace + d[N_SCRATCH] - (HELD + w[L_MEMBERS]) * elements * SIZE
             CALL_ROWS(w[L_BACK], workspace, scratch, stacks + w[L_Z], grad, slopes, elements)
@@ -303,7 +305,7 @@ def backward_block(
 
 
 def backward_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """Make the blocks of a cell again, and what they add to the gradients."""
+    """Make the blocks of a cell again if they were not kept, and what they add to the gradients."""
     cells = WORDS(descriptor)[N_CELLS]
     descriptor = OWN_WORDS(descriptor, cell // cells, workspace)
     d = WORDS(descriptor)
@@ -313,9 +315,10 @@ def backward_cell(descriptor: int, cell: int, workspace: int) -> None:
     SUMS(workspace + d[N_ONE])[0] = ONE
     for first in range(start, end, d[N_BLOCK]):
         points = min(d[N_BLOCK], end - first)
-        fresh = first == start or points < d[N_BLOCK]
+        fresh = first == start or points < d[N_BLOCK] or d[N_STACKS] != 0
         stacks = STACKS_OF(descriptor, first // d[N_BLOCK], workspace)
-        FORWARD_BLOCK(descriptor, workspace, stacks, first, points, d[N_MADE], fresh)
+        if d[N_KEPT] == 0:
+            FORWARD_BLOCK(descriptor, workspace, stacks, first, points, d[N_MADE], fresh)
         BACKWARD_BLOCK(descriptor, workspace, stacks, first, points, partial, first > start)
 
 
@@ -332,10 +335,9 @@ def gradient_cell(descriptor: int, cell: int, workspace: int) -> None:
     d_w = table[3] if table[3] != 0 else d[SLOT_PARTIAL] + w[L_D_W]
     d_bias = table[4] if table[4] != 0 else d[SLOT_PARTIAL] + w[L_D_BIAS]
     SUMS(workspace + d[N_ONE])[0] = ONE
-    stacks = d[SLOT_STACKS]
+    stacks, slopes = d[SLOT_STACKS] + w[L_INPUT], d[SLOT_SLOPES] + w[L_SLOPES]
     for first in range(0, d[N_POINTS], d[N_BLOCK]):
         points = min(d[N_BLOCK], d[N_POINTS] - first)
-        slopes = stacks + w[L_SLOPES]
         if top == 0 and w[L_D_BIAS] >= 0:
             CALL_PRODUCT(
                 w[L_DOWN], workspace + d[N_ONE], 0, 1, points, slopes, step, step // VECTOR,
@@ -343,11 +345,12 @@ def gradient_cell(descriptor: int, cell: int, workspace: int) -> None:
             )  # fmt: skip
         if w[L_D_W] >= 0:
             CALL_PRODUCT(
-                w[L_DOWN], stacks + w[L_INPUT] + top * SIZE, w[L_IN_STEP],
+                w[L_DOWN], stacks + top * SIZE, w[L_IN_STEP],
                 min(TILE_ROWS, w[L_K] - top), points * w[L_MEMBERS], slopes, step, step // VECTOR,
                 d_w + top * step, step, 0, first > 0,
             )  # fmt: skip
         stacks += d[N_STACKS]
+        slopes += d[N_SLOPES]
 
 
 # --- kernels ------------------------------------------------------------------------------------

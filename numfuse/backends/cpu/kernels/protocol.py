@@ -68,7 +68,7 @@ NETWORK_SLOTS = Schema("""
     PACKED X UNITS TABLE  # weights and biases, points, directions, weights of second derivatives
     VALUE DIRECTION SECOND  # results, or their cotangents
     PARTIAL D_X W BIAS TURNED D_W D_BIAS
-    STACKS  # memory of all blocks, where they have their stacks in it
+    STACKS SLOPES  # memory of all blocks, where they have their stacks or their slopes in it
     X_DOT GRAD  # tangents of points, and a cotangent of the tangents of results
 """)
 NETWORK = Schema(
@@ -80,7 +80,8 @@ NETWORK = Schema(
     N_MADE  # layers that a backward makes again
     N_GRAD N_Q N_SCRATCH N_ONE  # places in the workspace
     N_PARTIAL  # bytes of a cell's sums
-    N_STACKS  # bytes of a block's stacks in the call's memory; 0: they are in the workspace
+    N_STACKS N_SLOPES  # bytes of a block's in there; 0: they are in the workspace
+    N_KEPT  # whether a forward has left them there
     P_TABLE  # where a layer's addresses go: of its operands and of its gradients (`pack_cell`)
     P_W P_STEP P_TURNED P_TURNED_STEP P_BIAS  # of a layer: places of copies, bytes of their rows
     N_CELLS  # of a network, where there is a batch of them
