@@ -10,8 +10,11 @@ from numpy import ndarray
 
 from numfuse.runtime.slabs import Slab
 
-#: Bytes up to which NumPy's own memory costs less than a slab does.
-SMALL = 64 << 10
+#: Arrays of stacks that are kept for the next forward, and bytes of all of them: fresh pages cost
+#: 0.1 ms a MiB.
+POOLED, POOLED_BYTES = 8, 256 << 20
+#: The oldest first. Every step is one of a list, so the pool needs no lock (and survives a fork).
+_pool: list[ndarray] = []
 
 
 class Holds(Protocol):
@@ -38,14 +41,30 @@ class Kept:
             weakref.finalize(self, memory.slab.release)
 
 
-def kept_stacks(count: int, dtype: np.dtype[Any]) -> tuple[Kept, ndarray]:
-    """Return room for stacks of so many elements, and that as an array."""
-    kept, size = Kept(), count * dtype.itemsize
-    if size <= SMALL:
-        stacks = np.empty(count, dtype)
-    else:
-        slab = Slab([size])
-        stacks = slab.array(0, (count,), dtype)
-        weakref.finalize(kept, slab.release)
-    kept.stacks = stacks
-    return kept, stacks
+class KeptStacks(Kept):
+    """Stacks of a network's blocks, whose memory goes to the next forward that keeps as many."""
+
+    def __init__(self, count: int, dtype: np.dtype[Any]) -> None:
+        self.inputs, self.sums = [], []
+        size = count * dtype.itemsize
+        for i, memory in enumerate(_pool):
+            if memory.size == size:
+                try:
+                    memory = _pool.pop(i)
+                except IndexError:  # another thread was here
+                    continue
+                if memory.size == size:
+                    break
+                _pool.append(memory)
+        else:
+            memory = np.empty(size, np.uint8)
+        self._memory = memory
+        self.stacks: ndarray = memory.view(dtype)
+
+    def __del__(self) -> None:
+        _pool.append(self._memory)
+        while len(_pool) > POOLED or sum(x.size for x in _pool) > POOLED_BYTES:
+            try:
+                _pool.pop(0)
+            except IndexError:
+                break

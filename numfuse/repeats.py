@@ -15,7 +15,7 @@ from numpy import empty, ndarray
 
 from numfuse.activations import table
 from numfuse.backends import ACTIVE, DEFAULT, LOADED
-from numfuse.kept import kept_stacks
+from numfuse.kept import KeptStacks
 from numfuse.packs import Packed
 from numfuse.problem.operands import address
 from numfuse.runtime.fingerprint import form_of, lie_apart
@@ -140,8 +140,8 @@ def again(
     if found.stacks is None:
         chosen.launch(found.program, found.constants + operands + results)
         return results
-    kept, stacks = kept_stacks(*found.stacks)
-    chosen.launch(found.program, (*found.constants, *operands, *results, stacks))
+    kept = KeptStacks(*found.stacks)
+    chosen.launch(found.program, (*found.constants, *operands, *results, kept.stacks))
     return (*results, kept)
 
 

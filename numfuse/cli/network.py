@@ -87,45 +87,41 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
     return float(loss), d_logits
 
 
-def forward(p: Parameters, x: Array) -> tuple[Array, ...]:
-    """Return the logits of a batch, with numfuse, and what the backward needs before them."""
+def gated(p: Parameters) -> tuple[Array, ...]:
+    """Return the operands of the gated layer, behind its rows."""
     w, b = p.weight, p.bias
-    hidden, gates = nf.matmul_activation_mul(
-        x, w["gate"], w["up"], b["gate"], b["up"], return_pre_activation=True
-    )
-    mixed, pre = nf.matmul_bias_activation(
-        hidden, w["mix"], b["mix"], "gelu", return_pre_activation=True
-    )
-    return gates, hidden, pre, mixed, nf.matmul_bias_activation(mixed, w["head"], b["head"])
+    return w["gate"], w["up"], b["gate"], b["up"]
+
+
+def rest(part: dict[str, Array]) -> list[Array]:
+    """Return what the layers behind the gated one have, for a call of the whole network."""
+    return [part["mix"], part["head"]]
 
 
 def predict(p: Parameters, x: Array) -> Array:
     """The logits of a batch, with numfuse."""
-    return forward(p, x)[-1]
+    hidden = nf.matmul_activation_mul(x, *gated(p))
+    return np.asarray(nf.mlp(hidden, rest(p.weight), rest(p.bias), "gelu"))
 
 
 def fused_gradients(p: Parameters, g: Parameters, x: Array, labels: Array) -> float:
-    """Forward and backward with numfuse: six calls, each gradient written where Adam reads it."""
-    w, b, d_w, d_b = p.weight, p.bias, g.weight, g.bias
-    gates, hidden, pre, mixed, logits = forward(p, x)
+    """Forward and backward with numfuse: four calls, each gradient written where Adam reads it."""
+    d_w, d_b = g.weight, g.bias
+    hidden, gates = nf.matmul_activation_mul(x, *gated(p), return_pre_activation=True)
+    layers = hidden, rest(p.weight), rest(p.bias), "gelu"
+    logits, kept = nf.mlp(*layers, keep=True)
 
     loss, d_logits = cross_entropy(logits, labels)
 
-    def backward(name: str, grad: Array, rows: Array, *activation: str, **options: Any) -> Any:
-        out = (None, d_w[name], d_b[name])
-        return nf.matmul_bias_activation_bwd(
-            grad, rows, w[name], b[name], *activation, out=out, **options
-        ).d_a
-
-    d_mixed = backward("head", d_logits, mixed)
-    d_hidden = backward("mix", d_mixed, hidden, "gelu", pre_activation=pre)
+    needs, out = ("x", "weights", "biases"), (None, rest(d_w), rest(d_b))
+    d_hidden = nf.mlp_bwd(d_logits, *layers, needs=needs, kept=kept, out=out).d_x
     nf.matmul_activation_mul_bwd(
         d_hidden,
         x,
-        *(w["gate"], w["up"], b["gate"], b["up"]),
+        *gated(p),
         pre_activation=gates,
         needs=("b_gate", "b_up", "bias_gate", "bias_up"),
-        out=(None, d_w["gate"], d_w["up"], d_b["gate"], d_b["up"]),
+        out=(None, *gated(g)),
     )
     return loss
 

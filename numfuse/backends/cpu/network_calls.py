@@ -18,7 +18,7 @@ from numfuse.backends.cpu.kernels import library
 from numfuse.backends.cpu.launch import threads
 from numfuse.backends.cpu.launch.sequence import Program, formulas_of
 from numfuse.backends.cpu.networks import SEVERAL, Form, Layout, form_of, record
-from numfuse.kept import Kept, kept_stacks
+from numfuse.kept import Kept, KeptStacks
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import sum_to
 
@@ -199,8 +199,8 @@ def _kept(call: NetworkArrays) -> Kept:
     shape = _stacks(call, False)
     if shape is None or prod(shape) * call.net.acc.itemsize > KEPT_BYTES:
         return Kept()
-    kept, stacks = kept_stacks(prod(shape), call.net.acc)
-    call.arrays["stacks"] = stacks.reshape(shape)
+    kept = KeptStacks(prod(shape), call.net.acc)
+    call.arrays["stacks"] = kept.stacks.reshape(shape)
     return kept
 
 

@@ -144,7 +144,7 @@ class Layout:
     #: Whether stacks of blocks may be in the call's memory.
     shares = True
 
-    def __init__(self, f: Form) -> None:
+    def __init__(self, f: Form, threads: int = 1) -> None:
         self.f, self.r = f, library.registers(f.acc)
         size, vl = self.r.itemsize, self.r.vl
         self.steps = [
@@ -160,7 +160,8 @@ class Layout:
         #: Whether blocks leave their stacks in the call's memory, and gradients are summed by rows.
         few = self.shares and f.points * most <= SHARED_ROWS
         self.shared = few and f.backward
-        if few and (f.backward or f.keeps):
+        # (the bits of a forward that keeps nothing depend on no block)
+        if few and (f.backward or f.keeps or threads > 1):
             each = tiling.round_up(-(-f.points // SHARED_BLOCKS), POINTS)
             self.block = min(self.block, max(SHARED_POINTS, each))
             self.cell = self.block
@@ -433,7 +434,7 @@ def joins(f: Form, at: Layout, threads: int) -> Iterator[Step]:
 
 def record(f: Form, names: Sequence[str], threads: int) -> Program:
     """Return the program of a network's call on arrays of these names."""
-    at = Layout(f)
+    at = Layout(f, threads)
     phases: list[list[Step]] = [[*packing(f, at)], [_cells(f, at, threads)]]
     own = [packed_weights(at, f.acc)]
     if f.backward:
