@@ -1,0 +1,92 @@
+"""The estimators: scikit-learn's own, whose networks, losses and optimisers are numfuse's.
+
+Parameters and their checks, labels, initial weights, scores, tags and lbfgs are inherited. What is
+overridden are private methods of scikit-learn: these four, which have had their names since 0.18
+(`_forward_pass_fast` since 1.0), and of which a test in tests/adapters/test_sklearn.py says so if
+one is renamed, changes its parameters, or is called no longer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+from sklearn import neural_network
+from sklearn.neural_network._multilayer_perceptron import BaseMultilayerPerceptron
+from sklearn.utils import validation
+
+from numfuse.adapters.sklearn import losses, networks, training
+
+_FIT_STOCHASTIC = inspect.signature(BaseMultilayerPerceptron._fit_stochastic)
+_LOSS_GRAD = inspect.signature(BaseMultilayerPerceptron._loss_grad_lbfgs)
+
+
+class _Fused(BaseMultilayerPerceptron):  # type: ignore[misc]
+    """What both estimators do by numfuse."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of the network all is in coefs_ and intercepts_, which a pickle holds once.
+        state: dict[str, Any] = super().__getstate__()
+        return {name: x for name, x in state.items() if name not in ("_network", "_objective")}
+
+    def _forward_pass_fast(self, X: Any, check_input: bool = True) -> ndarray:
+        """Return the predictions of the last layer, its activation included."""
+        if check_input:
+            X = validation.validate_data(self, X, accept_sparse=["csr", "csc"], reset=False)
+        coefs, intercepts = self.coefs_, self.intercepts_
+        dtype = np.result_type(X.dtype, coefs[0].dtype)
+        if dtype not in (np.float32, np.float64):  # long double: NumPy's
+            return super()._forward_pass_fast(X, check_input=False)
+        X = X.astype(dtype, copy=False)
+        if coefs[0].dtype != dtype:
+            coefs, intercepts = ([y.astype(dtype) for y in x] for x in (coefs, intercepts))
+        final = losses.final(self.out_activation_)
+        z = networks.forward(X, coefs, intercepts, self.activation, final)
+        return losses.link(self.out_activation_, z)
+
+    def _fit_stochastic(self, *args: Any, **options: Any) -> None:
+        given = _FIT_STOCHASTIC.bind(self, *args, **options).arguments
+        weight = given.get("sample_weight")
+        training.fit_stochastic(self, given["X"], given["y"], weight, given["incremental"])
+
+    def _fit_lbfgs(self, X: Any, y: ndarray, *args: Any, **options: Any) -> None:
+        try:
+            super()._fit_lbfgs(X, y, *args, **options)
+        finally:
+            vars(self).pop("_objective", None)
+        # (SciPy's lbfgs ends in float64)
+        self.coefs_, self.intercepts_ = (
+            [z.astype(X.dtype, copy=False) for z in group]
+            for group in (self.coefs_, self.intercepts_)
+        )
+
+    def _loss_grad_lbfgs(self, *args: Any, **options: Any) -> tuple[float, ndarray]:
+        """Return loss and gradient, a new array, at the parameters of one vector."""
+        given = _LOSS_GRAD.bind(self, *args, **options).arguments
+        flat, x, y = given["packed_coef_inter"], given["X"], given["y"]
+        known = getattr(self, "_objective", None)
+        if known is None:
+            net = networks.Network(
+                np.empty(flat.shape, x.dtype), training.units_of(self), self.activation
+            )
+            weight = given.get("sample_weight")
+            known = training.Objective(net, y, weight, self.out_activation_, self.alpha)
+            index = np.arange(len(y), dtype=np.int64)
+            self._objective = known, index
+        else:
+            known, index = known
+        net = known.net
+        net.flat[...] = flat
+        loss, penalty = known(x, index)
+        net.gradient[: net.weights.size] += penalty * net.weights
+        return loss, net.gradient.astype(np.float64)
+
+
+class MLPClassifier(_Fused, neural_network.MLPClassifier):  # type: ignore[misc]
+    __doc__ = neural_network.MLPClassifier.__doc__
+
+
+class MLPRegressor(_Fused, neural_network.MLPRegressor):  # type: ignore[misc]
+    __doc__ = neural_network.MLPRegressor.__doc__

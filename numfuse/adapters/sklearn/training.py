@@ -1,0 +1,206 @@
+"""Training: scikit-learn's epochs, batches and stopping, with steps of numfuse.
+
+The loop is one of numfuse's own because half of a step's time in scikit-learn goes to what is
+around its products: the batch's indexing, its checks, a new array for each line of the loss and of
+the optimiser. What a subclass or a next release may change, it leaves to scikit-learn: the
+initialisation, the random numbers, the scores and the count of epochs without improvement.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+from numpy import ndarray
+from sklearn.base import is_classifier
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.model_selection import train_test_split
+from sklearn.utils import gen_batches, shuffle
+
+from numfuse.adapters.sklearn import losses
+from numfuse.adapters.sklearn.networks import Network
+from numfuse.adapters.sklearn.optimisers import optimiser
+
+
+class Objective:
+    """The loss and its gradient on some samples.
+
+    Parameters
+    ----------
+    net : Network
+    y : (samples, outputs) array
+        Labels, true or false, or numbers.
+    sample_weight : (samples,) array or None
+    out_activation : str
+        scikit-learn's name of the output's activation, by which the loss is known.
+    alpha : float
+        The penalty.
+    """
+
+    def __init__(
+        self, net: Network, y: ndarray, sample_weight: Any, out_activation: str, alpha: float
+    ) -> None:
+        self.net, self.alpha = net, float(alpha)
+        dtype = net.flat.dtype
+        labels = y.dtype == bool
+        self.y = np.ascontiguousarray(y.view(np.uint8) if labels else y.astype(dtype, copy=False))
+        self.weighted = sample_weight is not None
+        given = sample_weight if self.weighted else ()
+        self.sample_weight = np.ascontiguousarray(given, dtype)
+        self.rows_pass = losses.rows_pass(out_activation, dtype.name, labels)
+        # (scikit-learn's squared error is a mean over outputs, but its gradient that of a sum)
+        self.share = 1 / y.shape[1] if out_activation == "identity" else 1.0
+
+    def __call__(self, x: Any, index: ndarray) -> tuple[float, float]:
+        """Write the gradient on the samples ``y[index]``, whose inputs are `x`, but the penalty's.
+
+        Returns the loss, penalty included, and the penalty's factor in the gradient.
+        """
+        net = self.net
+        logits = net.logits(x)
+        loss, weight, squares = self.rows_pass(
+            logits, self.y, index, self.sample_weight, net.weights
+        )
+        if weight == 0:
+            raise ZeroDivisionError("Weights sum to zero, can't be normalized")
+        net.back(logits)
+        penalty = self.alpha / weight
+        return loss * self.share / weight + 0.5 * penalty * squares, penalty
+
+
+def units_of(estimator: Any) -> list[int]:
+    """Return the numbers of features, hidden units and outputs."""
+    return [len(estimator.coefs_[0]), *(w.shape[1] for w in estimator.coefs_)]
+
+
+def network(estimator: Any, dtype: np.dtype[Any]) -> Network:
+    """Return the network of an estimator, of which its coefficients are views from here on."""
+    known: Network | None = getattr(estimator, "_network", None)
+    current = [*estimator.coefs_, *estimator.intercepts_]
+    if known is not None and known.flat.dtype == dtype:
+        same = zip(current, [*known.coefs, *known.intercepts], strict=True)
+        if known.activation_name == estimator.activation and all(x is y for x, y in same):
+            return known
+    flat = np.concatenate([x.ravel() for x in current]).astype(dtype, copy=False)
+    made = Network(flat, units_of(estimator), estimator.activation)
+    estimator.coefs_, estimator.intercepts_ = list(made.coefs), list(made.intercepts)
+    estimator._network = made
+    return made
+
+
+class _Batches:
+    """The batches of an epoch: inputs in one place, contiguous, and the samples' numbers."""
+
+    def __init__(self, x: Any, size: int, shuffled: bool) -> None:
+        self.sparse, self.shuffled = scipy.sparse.issparse(x), shuffled
+        # (of csc, rows would be searched for in all columns)
+        self.x = x.tocsr() if self.sparse else np.asarray(x)
+        self.slices = list(gen_batches(x.shape[0], size))
+        room = (min(size, x.shape[0]), x.shape[1])
+        self.room = None if self.sparse or not shuffled else np.empty(room, x.dtype)
+
+    def at(self, batch: slice, index: ndarray) -> Any:
+        """Return the inputs of a batch, whose samples have the numbers `index`."""
+        if not self.shuffled:
+            return self.x[batch]
+        if self.room is None:
+            return self.x[index]
+        # ("clip" writes to `out` at once, "raise" by way of a copy; no number is out of bounds)
+        return self.x.take(index, 0, self.room[: len(index)], "clip")
+
+
+def _split(est: Any, x: Any, y: ndarray, sample_weight: Any) -> tuple[Any, ...]:
+    """Return inputs, targets and weights to train on and to validate, drawn as scikit-learn does."""
+    given = [x, y] if sample_weight is None else [x, y, sample_weight]
+    # (labels of several outputs cannot be stratified)
+    stratify = y if is_classifier(est) and est.n_outputs_ == 1 else None
+    parts = train_test_split(
+        *given, random_state=est._random_state, test_size=est.validation_fraction, stratify=stratify
+    )
+    if sample_weight is None:
+        parts += [None, None]
+    if parts[1].shape[0] < 2:
+        raise ValueError(
+            "The validation set is too small. Increase 'validation_fraction' or the size of your "
+            f"dataset: it must have 2 samples or more, got {parts[1].shape[0]}"
+        )
+    if is_classifier(est):
+        parts[3] = est._label_binarizer.inverse_transform(parts[3])
+    return parts[0::2] + parts[1::2]
+
+
+def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental: bool) -> None:
+    """Train an estimator by batches, as scikit-learn's `_fit_stochastic` does."""
+    if est.early_stopping and incremental:
+        raise ValueError("partial_fit does not support early_stopping=True")
+    net = network(est, x.dtype)
+    if not incremental or not hasattr(est, "_optimizer"):
+        est._optimizer = optimiser(est.solver, est, net.flat)
+    held: tuple[Any, ...] = (None, None, None)
+    if est.early_stopping:
+        x, y, sample_weight, *held = _split(est, x, y, sample_weight)
+    samples = x.shape[0]
+    size = min(200, samples) if est.batch_size == "auto" else est.batch_size
+    if size > samples:
+        warnings.warn(
+            "Got `batch_size` less than 1 or larger than sample size. It is going to be clipped",
+            stacklevel=5,
+        )
+        size = samples
+    batches = _Batches(x, int(size), est.shuffle)
+    objective = Objective(net, y, sample_weight, est.out_activation_, est.alpha)
+    # scikit-learn 1.7 added the weights of the samples that validate.
+    takes = len(inspect.signature(est._update_no_improvement_count).parameters)
+    try:
+        _epochs(est, objective, batches, held[: takes - 1], incremental)
+    except KeyboardInterrupt:
+        warnings.warn("Training interrupted by user.", stacklevel=5)
+    if est.early_stopping:
+        est.coefs_, est.intercepts_ = est._best_coefs, est._best_intercepts
+
+
+def _epochs(
+    est: Any, objective: Objective, batches: _Batches, held: tuple[Any, ...], incremental: bool
+) -> None:
+    net, samples = objective.net, len(objective.y)
+    steps = [(batch, batch.stop - batch.start) for batch in batches.slices]
+    order = np.arange(samples, dtype=np.int64)
+    est.n_iter_ = 0
+    for _ in range(est.max_iter):
+        if batches.shuffled:
+            order = shuffle(order, random_state=est._random_state)
+        total = 0.0
+        for batch, count in steps:
+            index = order[batch]
+            loss, penalty = objective(batches.at(batch, index), index)
+            total += loss * count
+            est._optimizer.update(net.flat, net.gradient, net.decay, penalty)
+        est.n_iter_ += 1
+        est.loss_ = total / samples
+        est.t_ += samples
+        est.loss_curve_.append(est.loss_)
+        if est.verbose:
+            print(f"Iteration {est.n_iter_}, loss = {est.loss_:.8f}")
+        est._update_no_improvement_count(est.early_stopping, *held)
+        est._optimizer.iteration_ends(est.t_)
+        if est._no_improvement_count > est.n_iter_no_change:
+            what = "Validation score" if est.early_stopping else "Training loss"
+            told = (
+                f"{what} did not improve more than tol={est.tol:f} for {est.n_iter_no_change} "
+                f"consecutive epochs."
+            )
+            if est._optimizer.trigger_stopping(told, est.verbose):
+                break
+            est._no_improvement_count = 0
+        if incremental:
+            break
+        if est.n_iter_ == est.max_iter:
+            warnings.warn(
+                f"Stochastic Optimizer: Maximum iterations ({est.max_iter}) reached and the "
+                f"optimization hasn't converged yet.",
+                ConvergenceWarning,
+                stacklevel=6,
+            )
