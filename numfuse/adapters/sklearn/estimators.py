@@ -66,22 +66,14 @@ class _Fused(BaseMultilayerPerceptron):  # type: ignore[misc]
         """Return loss and gradient, a new array, at the parameters of one vector."""
         given = _LOSS_GRAD.bind(self, *args, **options).arguments
         flat, x, y = given["packed_coef_inter"], given["X"], given["y"]
-        known = getattr(self, "_objective", None)
-        if known is None:
-            net = networks.Network(
-                np.empty(flat.shape, x.dtype), training.units_of(self), self.activation
-            )
+        objective = getattr(self, "_objective", None)
+        if objective is None:
+            units = training.units_of(self)
+            net = networks.Network(np.empty(flat.shape, x.dtype), units, self.activation)
             weight = given.get("sample_weight")
-            known = training.Objective(net, y, weight, self.out_activation_, self.alpha)
-            index = np.arange(len(y), dtype=np.int64)
-            self._objective = known, index
-        else:
-            known, index = known
-        net = known.net
-        net.flat[...] = flat
-        loss, penalty = known(x, index)
-        net.gradient[: net.weights.size] += penalty * net.weights
-        return loss, net.gradient.astype(np.float64)
+            made = training.Objective(net, y, weight, self.out_activation_, self.alpha)
+            objective = self._objective = training.Whole(made, x)
+        return objective(flat)
 
 
 class MLPClassifier(_Fused, neural_network.MLPClassifier):  # type: ignore[misc]

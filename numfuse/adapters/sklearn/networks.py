@@ -15,6 +15,7 @@ from numpy import ndarray
 
 import numfuse as nf
 from numfuse.adapters.sklearn.formulas import recorded
+from numfuse.adapters.sklearn.repeated import Repeated
 from numfuse.definitions import UserEpilogue
 
 #: {scikit-learn's activation: numfuse's}
@@ -67,6 +68,7 @@ class Network:
     ----------
     flat, gradient : 1-D arrays
     coefs, intercepts : lists of views of `flat`
+    d_coefs, d_intercepts : lists of views of `gradient`
     weights : 1-D array
         The part of `flat` that the penalty holds for.
     decay : 1-D array
@@ -74,55 +76,91 @@ class Network:
     """
 
     def __init__(self, flat: ndarray, units: Sequence[int], activation: str) -> None:
-        self.flat, self.gradient = flat, np.empty_like(flat)
-        self.activation_name, self.activation = activation, ACTIVATIONS[activation]
+        self.flat, self.gradient, self.units = flat, np.empty_like(flat), tuple(units)
+        self.activation = activation
         self.coefs, self.intercepts = views(flat, units)
         self.d_coefs, self.d_intercepts = views(self.gradient, units)
         weights = sum(w.size for w in self.coefs)
         self.weights, self.decay = flat[:weights], np.zeros_like(flat)
         self.decay[:weights] = 1
-        self._kept: Any = None
 
-    def logits(self, x: Any) -> ndarray:
-        """Return the last layer's sums, a new contiguous array, and keep what `back` takes."""
-        hidden = 0
-        if scipy.sparse.issparse(x):
-            z, hidden = np.ascontiguousarray(x @ self.coefs[0]), 1
-            act = self.activation if len(self.coefs) > 1 else "none"
-            sums, x = (x, z), nf.elementwise(_SHIFTED[act], z, self.intercepts[0])
-            if len(self.coefs) == 1:
-                self._kept = sums, x, None
-                return x
-        else:
-            sums = None
-        rest = self.coefs[hidden:], self.intercepts[hidden:], self.activation
-        made, kept = nf.mlp(x, *rest, keep=True)
-        self._kept = sums, x, kept
-        result: ndarray = made
-        return result
 
-    def back(self, grad: ndarray) -> None:
-        """Write the gradient, by that of the sums that `logits` returned last."""
-        (sums, x, kept), self._kept = self._kept, None
-        if sums is None:
-            self._back(grad, x, 0, ("weights", "biases"), kept)
-            return
-        given, z = sums
-        if len(self.coefs) > 1:
-            grad = self._back(grad, x, 1, ("x", "weights", "biases"), kept)
-            formula = _SHIFTED[self.activation]
-            grad, d_b = nf.elementwise_bwd(grad, formula, z, self.intercepts[0])
-            self.d_intercepts[0][...] = d_b
-        else:
-            np.sum(grad, axis=0, out=self.d_intercepts[0])
-        self.d_coefs[0][...] = given.T @ grad
+class Pass:
+    """A network's logits on so many samples, and its gradient, in memory that stays.
 
-    def _back(self, grad: ndarray, x: Any, first: int, needs: tuple[str, ...], kept: Any) -> Any:
-        """Write the gradients of layers from `first` on; return that of their input, if needed."""
-        rest = self.coefs[first:], self.intercepts[first:], self.activation
-        found = nf.mlp_bwd(grad, x, *rest, needs=needs, kept=kept)
-        for to, d in zip(self.d_coefs[first:], found.d_weights, strict=True):
-            to[...] = d
-        for to, d in zip(self.d_intercepts[first:], found.d_biases, strict=True):
-            to[...] = d
-        return found.d_x
+    Parameters
+    ----------
+    net : Network
+    x : (samples, features) array, or how many samples there are
+        The inputs, which may have other values at the next pass; a number: they will be sparse, and
+        are given to `logits`. Of these the first layer's products are SciPy's.
+    """
+
+    def __init__(self, net: Network, x: ndarray | int) -> None:
+        self.net, self.act = net, ACTIVATIONS[net.activation]
+        self.first = int(isinstance(x, int))
+        if isinstance(x, int):
+            self.z = np.empty((x, net.units[1]), net.flat.dtype)
+            x, self.d_z = np.empty_like(self.z), np.empty_like(self.z)
+        self.x = x
+        self._forward, self._back = Repeated(self._layers), Repeated(self._layers_back)
+        self._into, self._from = Repeated(self._shift), Repeated(self._shift_back)
+
+    def logits(self, sparse: Any = None) -> ndarray:
+        """Return the last layer's sums, contiguous."""
+        if self.first:
+            self._given = sparse
+            self.z[...] = sparse @ self.net.coefs[0]
+            self._into()
+        return self._forward()
+
+    def back(self) -> None:
+        """Write the network's gradient, by that of the logits, which is in their place."""
+        self._back()
+        if self.first:
+            self._from()
+            self.net.d_coefs[0][...] = self._given.T @ self.d_z
+
+    # (All that follows is recorded: see `Repeated`.)
+    def _layers(self, backend: Any) -> ndarray:
+        net, h = self.net, self.x
+        self._kept: list[tuple[ndarray, ndarray | None]] = []
+        for i in range(self.first, len(net.coefs)):
+            layer: Any = h, net.coefs[i], net.intercepts[i]
+            if i == len(net.coefs) - 1:
+                self._kept.append((h, None))
+                h = nf.matmul_bias_activation(*layer, backend=backend)
+            else:
+                out, pre = nf.matmul_bias_activation(
+                    *layer, self.act, return_pre_activation=True, backend=backend
+                )
+                self._kept.append((h, pre))
+                h = out
+        self._logits = h
+        return h
+
+    def _layers_back(self, backend: Any) -> None:
+        net, grad = self.net, self._logits
+        for i in range(len(net.coefs) - 1, self.first - 1, -1):
+            h, pre = self._kept[i - self.first]
+            needs = ("a", "b", "bias") if i else ("b", "bias")
+            grad = nf.matmul_bias_activation_bwd(
+                *(grad, h, net.coefs[i], net.intercepts[i], "none" if pre is None else self.act),
+                pre_activation=pre,
+                needs=needs,
+                out=(None, net.d_coefs[i], net.d_intercepts[i]),
+                backend=backend,
+            ).d_a
+        self._grad = grad
+
+    @property
+    def _shifted(self) -> UserEpilogue:
+        return _SHIFTED[self.act if len(self.net.coefs) > 1 else "none"]
+
+    def _shift(self, backend: Any) -> None:
+        nf.elementwise(self._shifted, self.z, self.net.intercepts[0], out=self.x, backend=backend)
+
+    def _shift_back(self, backend: Any) -> None:
+        out = self.d_z, self.net.d_intercepts[0]
+        operands = self.z, self.net.intercepts[0]
+        nf.elementwise_bwd(self._grad, self._shifted, *operands, out=out, backend=backend)

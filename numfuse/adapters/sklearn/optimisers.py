@@ -19,6 +19,9 @@ from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOpti
 import numfuse as nf
 from numfuse import expr as ex
 from numfuse.adapters.sklearn.formulas import recorded
+from numfuse.adapters.sklearn.networks import Network
+from numfuse.adapters.sklearn.repeated import Repeated
+from numfuse.definitions import UserEpilogue
 
 
 @recorded("sgd", "scikit-learn's SGDOptimizer")
@@ -51,13 +54,41 @@ def adam(
 
 
 class _Flat:
-    """What both have: the update of flat vectors, whose numbers are arrays of their dtype."""
+    """What both have: the update of flat vectors, with numbers that are arrays of their dtype."""
 
     state: tuple[ndarray, ...]
+    learning_rate: float
 
-    def _numbers(self, dtype: np.dtype[Any], *values: float) -> tuple[ndarray, ...]:
-        # Arrays, which each step finds as they are: a Python number would be made one each time.
-        return tuple(np.array(x, dtype) for x in values)
+    def start(self, state: int, flat: ndarray, *constants: float) -> None:
+        """Begin with vectors of zeros, and with penalty and rate, which change, before constants."""
+        self.state = tuple(np.zeros_like(flat) for _ in range(state))
+        self.numbers = tuple(np.array(x, flat.dtype) for x in (0.0, 0.0, *constants))
+
+    def update(self, net: Network, penalty: float) -> None:
+        """Take a step of a network's parameters along its gradient, in place."""
+        self.advance()
+        self.numbers[0][...], self.numbers[1][...] = penalty, self.learning_rate
+        if self._taken is None or self._taken[0] is not net:
+            self._taken = net, Repeated(lambda backend: self._step(net, backend))
+        self._taken[1]()
+
+    _taken: tuple[Network, Repeated[None]] | None = None
+
+    def _step(self, net: Network, backend: Any) -> None:
+        where = net.flat, *self.state
+        operands = *where, net.gradient, net.decay, *self.numbers
+        nf.elementwise(self.formula, *operands, out=where, backend=backend)
+
+    @property
+    def formula(self) -> UserEpilogue:
+        """The update."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Count a step."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_taken"}
 
 
 class Sgd(_Flat, SGDOptimizer):  # type: ignore[misc]
@@ -65,34 +96,29 @@ class Sgd(_Flat, SGDOptimizer):  # type: ignore[misc]
 
     def __init__(self, flat: ndarray, *how: Any) -> None:
         super().__init__([], *how)
-        self.state = (np.zeros_like(flat),)
-        self.numbers = self._numbers(flat.dtype, 0.0, 0.0, self.momentum)
+        self.start(1, flat, self.momentum)
 
-    def update(self, flat: ndarray, gradient: ndarray, decay: ndarray, penalty: float) -> None:
-        """Take a step of the parameters `flat`, in place."""
-        self.numbers[0][...], self.numbers[1][...] = penalty, self.learning_rate
-        formula = nesterov if self.nesterov else sgd
-        where = flat, *self.state
-        nf.elementwise(formula, *where, gradient, decay, *self.numbers, out=where)
+    @property
+    def formula(self) -> UserEpilogue:
+        """The update."""
+        return nesterov if self.nesterov else sgd
 
 
 class Adam(_Flat, AdamOptimizer):  # type: ignore[misc]
     """Adam."""
 
+    formula = adam
+
     def __init__(self, flat: ndarray, *how: Any) -> None:
         super().__init__([], *how)
-        self.state = np.zeros_like(flat), np.zeros_like(flat)
-        rests = self.beta_1, 1 - self.beta_1, self.beta_2, 1 - self.beta_2, self.epsilon
-        self.numbers = self._numbers(flat.dtype, 0.0, 0.0, *rests)
+        betas = self.beta_1, 1 - self.beta_1, self.beta_2, 1 - self.beta_2
+        self.start(2, flat, *betas, self.epsilon)
 
-    def update(self, flat: ndarray, gradient: ndarray, decay: ndarray, penalty: float) -> None:
-        """Take a step of the parameters `flat`, in place."""
+    def advance(self) -> None:
+        """Count a step, on which the rate depends."""
         self.t += 1
         unbiased = math.sqrt(1 - self.beta_2**self.t) / (1 - self.beta_1**self.t)
         self.learning_rate = self.learning_rate_init * unbiased
-        self.numbers[0][...], self.numbers[1][...] = penalty, self.learning_rate
-        where = flat, *self.state
-        nf.elementwise(adam, *where, gradient, decay, *self.numbers, out=where)
 
 
 def optimiser(solver: str, estimator: Any, flat: ndarray) -> Sgd | Adam:

@@ -21,7 +21,7 @@ from sklearn.model_selection import train_test_split
 from sklearn.utils import gen_batches, shuffle
 
 from numfuse.adapters.sklearn import losses
-from numfuse.adapters.sklearn.networks import Network
+from numfuse.adapters.sklearn.networks import Network, Pass
 from numfuse.adapters.sklearn.optimisers import optimiser
 
 
@@ -54,21 +54,37 @@ class Objective:
         # (scikit-learn's squared error is a mean over outputs, but its gradient that of a sum)
         self.share = 1 / y.shape[1] if out_activation == "identity" else 1.0
 
-    def __call__(self, x: Any, index: ndarray) -> tuple[float, float]:
-        """Write the gradient on the samples ``y[index]``, whose inputs are `x`, but the penalty's.
+    def __call__(self, made: Pass, index: ndarray, sparse: Any = None) -> tuple[float, float]:
+        """Write the gradient on the samples ``y[index]`` but for the penalty's.
 
-        Returns the loss, penalty included, and the penalty's factor in the gradient.
+        Their inputs are those of the pass. Returns the loss, penalty included, and the penalty's
+        factor in the gradient.
         """
-        net = self.net
-        logits = net.logits(x)
         loss, weight, squares = self.rows_pass(
-            logits, self.y, index, self.sample_weight, net.weights
+            made.logits(sparse), self.y, index, self.sample_weight, self.net.weights
         )
         if weight == 0:
             raise ZeroDivisionError("Weights sum to zero, can't be normalized")
-        net.back(logits)
+        made.back()
         penalty = self.alpha / weight
         return loss * self.share / weight + 0.5 * penalty * squares, penalty
+
+
+class Whole:
+    """The loss on all samples, of a vector that an optimiser brings."""
+
+    def __init__(self, objective: Objective, x: Any) -> None:
+        self.objective, self.index = objective, np.arange(x.shape[0], dtype=np.int64)
+        self.sparse = x if scipy.sparse.issparse(x) else None
+        self.made = Pass(objective.net, x if self.sparse is None else x.shape[0])
+
+    def __call__(self, flat: ndarray) -> tuple[float, ndarray]:
+        """Return the loss and its gradient, a new array."""
+        net = self.objective.net
+        net.flat[...] = flat
+        loss, penalty = self.objective(self.made, self.index, self.sparse)
+        net.gradient[: net.weights.size] += penalty * net.weights
+        return loss, net.gradient.astype(np.float64)
 
 
 def units_of(estimator: Any) -> list[int]:
@@ -82,7 +98,7 @@ def network(estimator: Any, dtype: np.dtype[Any]) -> Network:
     current = [*estimator.coefs_, *estimator.intercepts_]
     if known is not None and known.flat.dtype == dtype:
         same = zip(current, [*known.coefs, *known.intercepts], strict=True)
-        if known.activation_name == estimator.activation and all(x is y for x, y in same):
+        if known.activation == estimator.activation and all(x is y for x, y in same):
             return known
     flat = np.concatenate([x.ravel() for x in current]).astype(dtype, copy=False)
     made = Network(flat, units_of(estimator), estimator.activation)
@@ -92,24 +108,31 @@ def network(estimator: Any, dtype: np.dtype[Any]) -> Network:
 
 
 class _Batches:
-    """The batches of an epoch: inputs in one place, contiguous, and the samples' numbers."""
+    """The batches of an epoch: each copied to one place, so that every step has the same arrays."""
 
-    def __init__(self, x: Any, size: int, shuffled: bool) -> None:
+    def __init__(self, x: Any, size: int, shuffled: bool, net: Network) -> None:
         self.sparse, self.shuffled = scipy.sparse.issparse(x), shuffled
         # (of csc, rows would be searched for in all columns)
         self.x = x.tocsr() if self.sparse else np.asarray(x)
-        self.slices = list(gen_batches(x.shape[0], size))
-        room = (min(size, x.shape[0]), x.shape[1])
-        self.room = None if self.sparse or not shuffled else np.empty(room, x.dtype)
+        self.steps = []
+        passes: dict[int, Pass] = {}
+        for batch in gen_batches(x.shape[0], size):
+            count = batch.stop - batch.start
+            if count not in passes:
+                room = count if self.sparse else np.empty((count, x.shape[1]), x.dtype)
+                passes[count] = Pass(net, room)
+            self.steps.append((batch, count, passes[count]))
 
-    def at(self, batch: slice, index: ndarray) -> Any:
-        """Return the inputs of a batch, whose samples have the numbers `index`."""
-        if not self.shuffled:
-            return self.x[batch]
-        if self.room is None:
-            return self.x[index]
-        # ("clip" writes to `out` at once, "raise" by way of a copy; no number is out of bounds)
-        return self.x.take(index, 0, self.room[: len(index)], "clip")
+    def fill(self, made: Pass, batch: slice, index: ndarray) -> Any:
+        """Bring the inputs of a batch to its pass; of sparse ones return them."""
+        if self.sparse:
+            return self.x[index if self.shuffled else batch]
+        if self.shuffled:
+            # ("clip" writes to the place at once, "raise" by way of a copy; all numbers are right)
+            self.x.take(index, 0, made.x, "clip")
+        else:
+            made.x[...] = self.x[batch]
+        return None
 
 
 def _split(est: Any, x: Any, y: ndarray, sample_weight: Any) -> tuple[Any, ...]:
@@ -150,7 +173,7 @@ def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental
             stacklevel=5,
         )
         size = samples
-    batches = _Batches(x, int(size), est.shuffle)
+    batches = _Batches(x, int(size), est.shuffle, net)
     objective = Objective(net, y, sample_weight, est.out_activation_, est.alpha)
     # scikit-learn 1.7 added the weights of the samples that validate.
     takes = len(inspect.signature(est._update_no_improvement_count).parameters)
@@ -166,18 +189,18 @@ def _epochs(
     est: Any, objective: Objective, batches: _Batches, held: tuple[Any, ...], incremental: bool
 ) -> None:
     net, samples = objective.net, len(objective.y)
-    steps = [(batch, batch.stop - batch.start) for batch in batches.slices]
+    update = est._optimizer.update
     order = np.arange(samples, dtype=np.int64)
     est.n_iter_ = 0
     for _ in range(est.max_iter):
         if batches.shuffled:
             order = shuffle(order, random_state=est._random_state)
         total = 0.0
-        for batch, count in steps:
+        for batch, count, made in batches.steps:
             index = order[batch]
-            loss, penalty = objective(batches.at(batch, index), index)
+            loss, penalty = objective(made, index, batches.fill(made, batch, index))
             total += loss * count
-            est._optimizer.update(net.flat, net.gradient, net.decay, penalty)
+            update(net, penalty)
         est.n_iter_ += 1
         est.loss_ = total / samples
         est.t_ += samples
