@@ -112,8 +112,9 @@ class _Batches:
 
     def __init__(self, x: Any, size: int, shuffled: bool, net: Network) -> None:
         self.sparse, self.shuffled = scipy.sparse.issparse(x), shuffled
-        # (of csc, rows would be searched for in all columns)
-        self.x = x.tocsr() if self.sparse else np.asarray(x)
+        # (of csc, rows would be searched for in all columns; of an array whose rows lie apart, as
+        # those of load_digits do, NumPy would copy all before it takes some)
+        self.x = x.tocsr() if self.sparse else np.ascontiguousarray(x)
         self.steps = []
         passes: dict[int, Pass] = {}
         for batch in gen_batches(x.shape[0], size):
