@@ -133,19 +133,23 @@ def softmax_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
             at = index[first + i]
             own = ONE if weights.shape[0] == 0 else weights[at]
             LESS_TOP(block, i)
+            # (a sum of its own for each row: the rows' chains of additions go side by side)
+            right = ZERO
             for j in range(z.shape[1]):
-                loss -= own * TARGET(y[at, j]) * block[i, j]
+                right += TARGET(y[at, j]) * block[i, j]
+            loss -= own * right
         EXPONENTIALS(block)
         for i in range(block.shape[0]):
             at = index[first + i]
             own = ONE if weights.shape[0] == 0 else weights[at]
             total = ROW_SUM(block, i)
             share = own * scale
+            part = share / total
             labels = ZERO
             for j in range(z.shape[1]):
                 y_j = TARGET(y[at, j])
                 labels += y_j
-                block[i, j] = (block[i, j] / total - y_j) * share
+                block[i, j] = block[i, j] * part - y_j * share
             loss += own * labels * LOG(total)
     return loss, weight, float(SQUARE_SUM(coefs))
 
