@@ -56,7 +56,7 @@ class _Fused(BaseMultilayerPerceptron):  # type: ignore[misc]
             super()._fit_lbfgs(X, y, *args, **options)
         finally:
             vars(self).pop("_objective", None)
-        # (SciPy's lbfgs ends in float64)
+        # (SciPy's lbfgs works in float64, where its line search has the digits it needs)
         self.coefs_, self.intercepts_ = (
             [z.astype(X.dtype, copy=False) for z in group]
             for group in (self.coefs_, self.intercepts_)
@@ -69,10 +69,10 @@ class _Fused(BaseMultilayerPerceptron):  # type: ignore[misc]
         objective = getattr(self, "_objective", None)
         if objective is None:
             units = training.units_of(self)
-            net = networks.Network(np.empty(flat.shape, x.dtype), units, self.activation)
+            net = networks.Network(np.empty_like(flat), units, self.activation)
             weight = given.get("sample_weight")
             made = training.Objective(net, y, weight, self.out_activation_, self.alpha)
-            objective = self._objective = training.Whole(made, x)
+            objective = self._objective = training.Whole(made, x.astype(flat.dtype, copy=False))
         return objective(flat)
 
 

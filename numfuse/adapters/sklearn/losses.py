@@ -1,9 +1,10 @@
 """The losses: value and gradient by the logits in one pass over rows, and the links to predictions.
 
-Losses are functions of logits, the sums before the output's activation. So a probability that
-rounds to 0 or 1 has the loss that its logit says; scikit-learn, which takes the logarithm of
-probabilities, clips these at the dtype's epsilon, so that its loss of one output is at most 36.0 in
-float64 and 15.9 in float32. The gradients are the same: prediction less target, for all four.
+Logits are the sums before the output's activation. scikit-learn holds the probabilities whose
+logarithm is a loss between eps and 1 - eps of their dtype: of one output it is at most 36.0 in
+float64 and 15.9 in float32. By these losses it counts epochs without improvement and searches lines
+in lbfgs, so they are held between the same bounds here. Gradients are not, there and here:
+prediction less target.
 
 The kernels are templates, specialised and kept on disk as those of the CPU backend are.
 """
@@ -11,6 +12,7 @@ The kernels are templates, specialised and kept on disk as those of the CPU back
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ from numpy import ndarray
 
 import numfuse as nf
 from numfuse import expr as ex
+from numfuse.adapters.sklearn.formulas import recorded
 from numfuse.backends.cpu import host
 from numfuse.backends.cpu.llvm import conversions, intrinsics, primitives
-from numfuse.adapters.sklearn.formulas import recorded
 from numfuse.runtime import machine_code, specialise
 
 specialise.register(__name__.rpartition(".")[0], str(Path(__file__).with_name("__init__.py")))
@@ -30,7 +32,7 @@ specialise.register(__name__.rpartition(".")[0], str(Path(__file__).with_name("_
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
-#: Rows whose exponentials are taken at once, so that short rows fill vectors: of 10 classes, 2.5 KiB.
+#: Rows whose exponentials are taken at once, so that short ones fill vectors: 2.5 KiB of 10 classes.
 _ROWS = 32
 
 
@@ -115,7 +117,7 @@ def outputs_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
         row = ZERO
         for j in range(z.shape[1]):
             value, slope = FORMULA(z[i, j], TARGET(y[at, j]))
-            row += value
+            row += CLAMP(value, LOW, HIGH)
             z[i, j] = slope * own * scale
         loss += own * row
     return loss, weight, float(SQUARE_SUM(coefs))
@@ -130,27 +132,20 @@ def softmax_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
     for first in range(0, z.shape[0], ROWS):
         block = z[first : first + ROWS]
         for i in range(block.shape[0]):
-            at = index[first + i]
-            own = ONE if weights.shape[0] == 0 else weights[at]
             LESS_TOP(block, i)
-            # (a sum of its own for each row: the rows' chains of additions go side by side)
-            right = ZERO
-            for j in range(z.shape[1]):
-                right += TARGET(y[at, j]) * block[i, j]
-            loss -= own * right
         EXPONENTIALS(block)
         for i in range(block.shape[0]):
             at = index[first + i]
             own = ONE if weights.shape[0] == 0 else weights[at]
-            total = ROW_SUM(block, i)
+            part = ONE / ROW_SUM(block, i)
             share = own * scale
-            part = share / total
-            labels = ZERO
+            right = ZERO
             for j in range(z.shape[1]):
                 y_j = TARGET(y[at, j])
-                labels += y_j
-                block[i, j] = block[i, j] * part - y_j * share
-            loss += own * labels * LOG(total)
+                p = block[i, j] * part
+                right += y_j * p
+                block[i, j] = (p - y_j) * share
+            loss -= own * LOG(CLAMP(right, LOW, HIGH))
     return loss, weight, float(SQUARE_SUM(coefs))
 
 
@@ -172,7 +167,7 @@ def less_top(z: Any, i: Any) -> Any:
     """Take the greatest element of a row off each; all are NaN where one is."""
     top = z[i, 0]
     for j in range(1, z.shape[1]):
-        top = LARGER(top, z[i, j])
+        top = MAXIMUM(top, z[i, j])
     for j in range(z.shape[1]):
         z[i, j] -= top
 
@@ -192,8 +187,13 @@ def row_sum(z: Any, i: Any) -> Any:
     return total
 
 
+@recorded("clamp", "NaN stays NaN")
+def _clamp(x: Any, low: Any, high: Any) -> Any:
+    return ex.clamp(x, low, high)
+
+
 @recorded("maximum", "NaN where either is")
-def _larger(x: Any, y: Any) -> Any:
+def _maximum(x: Any, y: Any) -> Any:
     return ex.maximum(x, y)
 
 
@@ -210,8 +210,8 @@ def _names(fmt: str, labels: bool) -> dict[str, Any]:
     names: dict[str, Any] = {"ZERO": one - one, "ONE": one, "ROWS": _ROWS}
     names["WIDE_VECTORS"] = intrinsics.make_wide_vectors(8 * host.vector_bytes())
     names["REAL"] = conversions.make_narrow(fmt, "float64")
-    for name, formula in (("EXP", _exp), ("LOG", _log), ("LARGER", _larger)):
-        names[name] = _formula(formula, fmt)
+    for formula in (_exp, _log, _maximum, _clamp):
+        names[formula.name.upper()] = _formula(formula, fmt)
     names["TARGET"] = specialise.device(label if labels else number, **names)
     for part in (weight_sum, less_top, exponentials, row_sum):
         names[part.__name__.upper()] = specialise.device(part, **names)
@@ -244,9 +244,16 @@ def rows_pass(activation: str, fmt: str, labels: bool) -> Any:
         kept(real, 1),
         kept(real, 1),
     )
-    result, more = types.UniTuple(types.float64, 3), {}
+    number, eps = np.dtype(fmt).type, float(np.finfo(fmt).eps)
+    low, high = eps, 1 - eps  # of a probability
+    if activation != "softmax":
+        low, high = -math.log(high), -math.log(low)  # of a loss
+    if activation in ("identity", "exp"):
+        low, high = -math.inf, math.inf
+    more: dict[str, Any] = {"LOW": number(low), "HIGH": number(high)}
     if activation != "softmax":
         more["FORMULA"] = _formula(_FORMULAS[activation], fmt)
+    result = types.UniTuple(types.float64, 3)
     template = softmax_pass if activation == "softmax" else outputs_pass
     return _entry(template, result, fmt, labels, *arguments, **more)
 

@@ -1,4 +1,4 @@
-"""The stochastic optimisers: scikit-learn's rates and stopping, and an update in one pass over memory.
+"""The stochastic optimisers: scikit-learn's rates and stopping, an update in one pass over memory.
 
 Parameters, gradients and what an optimiser remembers are flat vectors, so that an update is one
 call of :func:`numfuse.elementwise`, in place. The penalty's gradient is part of the formula: it
@@ -60,7 +60,7 @@ class _Flat:
     learning_rate: float
 
     def start(self, state: int, flat: ndarray, *constants: float) -> None:
-        """Begin with vectors of zeros, and with penalty and rate, which change, before constants."""
+        """Begin with vectors of zeros, and numbers: penalty and rate, which change, and others."""
         self.state = tuple(np.zeros_like(flat) for _ in range(state))
         self.numbers = tuple(np.array(x, flat.dtype) for x in (0.0, 0.0, *constants))
 

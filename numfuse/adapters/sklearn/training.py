@@ -18,11 +18,16 @@ from numpy import ndarray
 from sklearn.base import is_classifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
+from sklearn.neural_network._multilayer_perceptron import BaseMultilayerPerceptron
 from sklearn.utils import gen_batches, shuffle
 
 from numfuse.adapters.sklearn import losses
 from numfuse.adapters.sklearn.networks import Network, Pass
 from numfuse.adapters.sklearn.optimisers import optimiser
+
+#: How many of inputs, targets and weights to validate by the count of epochs takes: weights came
+#: with scikit-learn 1.7.
+_HELD = len(inspect.signature(BaseMultilayerPerceptron._update_no_improvement_count).parameters) - 2
 
 
 class Objective:
@@ -137,7 +142,7 @@ class _Batches:
 
 
 def _split(est: Any, x: Any, y: ndarray, sample_weight: Any) -> tuple[Any, ...]:
-    """Return inputs, targets and weights to train on and to validate, drawn as scikit-learn does."""
+    """Return inputs, targets and weights to train on, then those to validate, drawn as there."""
     given = [x, y] if sample_weight is None else [x, y, sample_weight]
     # (labels of several outputs cannot be stratified)
     stratify = y if is_classifier(est) and est.n_outputs_ == 1 else None
@@ -176,10 +181,8 @@ def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental
         size = samples
     batches = _Batches(x, int(size), est.shuffle, net)
     objective = Objective(net, y, sample_weight, est.out_activation_, est.alpha)
-    # scikit-learn 1.7 added the weights of the samples that validate.
-    takes = len(inspect.signature(est._update_no_improvement_count).parameters)
     try:
-        _epochs(est, objective, batches, held[: takes - 1], incremental)
+        _epochs(est, objective, batches, held[:_HELD], incremental)
     except KeyboardInterrupt:
         warnings.warn("Training interrupted by user.", stacklevel=5)
     if est.early_stopping:
