@@ -171,7 +171,7 @@ def test_a_batch_larger_than_the_data_is_clipped_with_a_warning():
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("task", ["binary", "regression"])
+@pytest.mark.parametrize("task", ["multiclass", "regression"])
 def test_training_ends_at_the_same_epoch(task, early):
     x, y = data(task)
     options = {"tol": 1e-2, "n_iter_no_change": 3, "max_iter": 300, "early_stopping": early}
@@ -379,7 +379,9 @@ def test_partial_fit_refuses_what_scikit_learn_refuses():
     for estimator in pair("regression", early_stopping=True):
         with pytest.raises(ValueError, match="partial_fit does not support early_stopping"):
             estimator.partial_fit(x, y)
-    for estimator in pair("regression", early_stopping=True, validation_fraction=0.01):
+    for estimator in pair("regression", early_stopping=True, validation_fraction=0.01)[
+        not WEIGHTED :
+    ]:
         with pytest.raises(ValueError, match="validation set is too small"):
             estimator.fit(x, y)
     for estimator in pair("regression", solver="lbfgs"):
@@ -432,7 +434,7 @@ HOOKS = {
     "_fit_stochastic": ["self", "X", "y", "incremental"],
     "_fit_lbfgs": ["self", "X", "y"],
     "_loss_grad_lbfgs": ["self", "packed_coef_inter", "X", "y"],
-    "_update_no_improvement_count": ["self", "early_stopping", "X", "y"],
+    "_update_no_improvement_count": ["self", "early_stopping"],
 }
 
 

@@ -23,8 +23,11 @@ _FIT_STOCHASTIC = inspect.signature(BaseMultilayerPerceptron._fit_stochastic)
 _LOSS_GRAD = inspect.signature(BaseMultilayerPerceptron._loss_grad_lbfgs)
 
 
-class _Fused(BaseMultilayerPerceptron):  # type: ignore[misc]
+class _Fused(BaseMultilayerPerceptron):
     """What both estimators do by numfuse."""
+
+    coefs_: list[ndarray]
+    intercepts_: list[ndarray]
 
     def __getstate__(self) -> dict[str, Any]:
         # Of the network all is in coefs_ and intercepts_, which a pickle holds once.
@@ -55,7 +58,7 @@ class _Fused(BaseMultilayerPerceptron):  # type: ignore[misc]
         try:
             super()._fit_lbfgs(X, y, *args, **options)
         finally:
-            vars(self).pop("_objective", None)
+            self.__dict__.pop("_objective", None)
         # (SciPy's lbfgs works in float64, where its line search has the digits it needs)
         self.coefs_, self.intercepts_ = (
             [z.astype(X.dtype, copy=False) for z in group]
@@ -76,9 +79,9 @@ class _Fused(BaseMultilayerPerceptron):  # type: ignore[misc]
         return objective(flat)
 
 
-class MLPClassifier(_Fused, neural_network.MLPClassifier):  # type: ignore[misc]
+class MLPClassifier(_Fused, neural_network.MLPClassifier):
     __doc__ = neural_network.MLPClassifier.__doc__
 
 
-class MLPRegressor(_Fused, neural_network.MLPRegressor):  # type: ignore[misc]
+class MLPRegressor(_Fused, neural_network.MLPRegressor):
     __doc__ = neural_network.MLPRegressor.__doc__

@@ -32,7 +32,7 @@ specialise.register(__name__.rpartition(".")[0], str(Path(__file__).with_name("_
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
-#: Rows whose exponentials are taken at once, so that short ones fill vectors: 2.5 KiB of 10 classes.
+#: Rows whose exponentials are taken at once, so that short ones fill vectors: of 10, 2.5 KiB.
 _ROWS = 32
 
 

@@ -131,9 +131,8 @@ class Pass:
                 self._kept.append((h, None))
                 h = nf.matmul_bias_activation(*layer, backend=backend)
             else:
-                out, pre = nf.matmul_bias_activation(
-                    *layer, self.act, return_pre_activation=True, backend=backend
-                )
+                how: Any = {"activation": self.act, "return_pre_activation": True}
+                out, pre = nf.matmul_bias_activation(*layer, **how, backend=backend)
                 self._kept.append((h, pre))
                 h = out
         self._logits = h

@@ -91,7 +91,7 @@ class _Flat:
         return {name: x for name, x in vars(self).items() if name != "_taken"}
 
 
-class Sgd(_Flat, SGDOptimizer):  # type: ignore[misc]
+class Sgd(_Flat, SGDOptimizer):
     """Stochastic gradient descent, with momentum."""
 
     def __init__(self, flat: ndarray, *how: Any) -> None:
@@ -104,7 +104,7 @@ class Sgd(_Flat, SGDOptimizer):  # type: ignore[misc]
         return nesterov if self.nesterov else sgd
 
 
-class Adam(_Flat, AdamOptimizer):  # type: ignore[misc]
+class Adam(_Flat, AdamOptimizer):
     """Adam."""
 
     formula = adam

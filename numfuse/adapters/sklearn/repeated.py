@@ -22,7 +22,7 @@ class _Recorder(CpuBackend):
         self.replay = backend.replay
         self.launches: list[tuple[Any, tuple[Any, ...]]] = []
 
-    def launch(self, program: Any, arrays: tuple[Any, ...]) -> None:  # type: ignore[override]
+    def launch(self, program: Any, arrays: tuple[Any, ...]) -> None:
         CpuBackend.launch(program, arrays)
         self.launches.append((program, arrays))
 

@@ -168,7 +168,7 @@ def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental
     net = network(est, x.dtype)
     if not incremental or not hasattr(est, "_optimizer"):
         est._optimizer = optimiser(est.solver, est, net.flat)
-    held: tuple[Any, ...] = (None, None, None)
+    held: Any = (None, None, None)
     if est.early_stopping:
         x, y, sample_weight, *held = _split(est, x, y, sample_weight)
     samples = x.shape[0]
