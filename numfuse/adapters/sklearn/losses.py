@@ -164,10 +164,10 @@ def softmax(z: Any) -> Any:
 
 
 def less_top(z: Any, i: Any) -> Any:
-    """Take the greatest element of a row off each; all are NaN where one is."""
+    """Take the greatest element of a row off each."""
     top = z[i, 0]
     for j in range(1, z.shape[1]):
-        top = MAXIMUM(top, z[i, j])
+        top = z[i, j] if z[i, j] > top else top  # (a NaN goes through the sum to all)
     for j in range(z.shape[1]):
         z[i, j] -= top
 
@@ -192,11 +192,6 @@ def _clamp(x: Any, low: Any, high: Any) -> Any:
     return ex.clamp(x, low, high)
 
 
-@recorded("maximum", "NaN where either is")
-def _maximum(x: Any, y: Any) -> Any:
-    return ex.maximum(x, y)
-
-
 def _formula(of: Any, fmt: str) -> Any:
     """Return an epilogue as a function of scalars."""
     made = of.over(0)
@@ -210,7 +205,7 @@ def _names(fmt: str, labels: bool) -> dict[str, Any]:
     names: dict[str, Any] = {"ZERO": one - one, "ONE": one, "ROWS": _ROWS}
     names["WIDE_VECTORS"] = intrinsics.make_wide_vectors(8 * host.vector_bytes())
     names["REAL"] = conversions.make_narrow(fmt, "float64")
-    for formula in (_exp, _log, _maximum, _clamp):
+    for formula in (_exp, _log, _clamp):
         names[formula.name.upper()] = _formula(formula, fmt)
     names["TARGET"] = specialise.device(label if labels else number, **names)
     for part in (weight_sum, less_top, exponentials, row_sum):

@@ -19,7 +19,7 @@ from sklearn.base import is_classifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 from sklearn.neural_network._multilayer_perceptron import BaseMultilayerPerceptron
-from sklearn.utils import gen_batches, shuffle
+from sklearn.utils import gen_batches
 
 from numfuse.adapters.sklearn import losses
 from numfuse.adapters.sklearn.networks import Network, Pass
@@ -198,7 +198,10 @@ def _epochs(
     est.n_iter_ = 0
     for _ in range(est.max_iter):
         if batches.shuffled:
-            order = shuffle(order, random_state=est._random_state)
+            # (scikit-learn's `shuffle`, whose checks take 70 us)
+            permutation = np.arange(samples)
+            est._random_state.shuffle(permutation)
+            order = order[permutation]
         total = 0.0
         for batch, count, made in batches.steps:
             index = order[batch]
