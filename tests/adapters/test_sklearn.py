@@ -16,6 +16,7 @@ take 1e-2.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import warnings
@@ -427,6 +428,31 @@ def test_another_backend_trains_by_its_own_calls():
         fitted(found[1:], x, y)
     assert_same(found, x)
     assert nf.last_call().backend == "cpu"  # (the prediction)
+
+
+def test_a_users_activation_of_the_same_name_changes_nothing():
+    x, y = data("regression")
+    before = fitted(pair("regression"), x, y)[1]
+    nf.activation(lambda z: 3.0 * z, name="relu")
+    after = fitted(pair("regression"), x, y)[1]
+    assert after.loss_curve_ == before.loss_curve_
+    np.testing.assert_array_equal(after.predict(x), before.predict(x))
+
+
+def test_memory_of_batches_goes_when_a_fit_ends():
+    """Guards: no pass is part of a cycle, which would wait for Python's collector."""
+    x, y = data("regression")
+    passes = {"Pass", "SparsePass", "Objective"}
+    gc.collect()
+    gc.disable()
+    try:
+        for form in (np.asarray, scipy.sparse.csr_array):
+            for solver in ("adam", "lbfgs"):
+                fitted(pair("regression", solver=solver)[1:], form(x), y)
+        left = [type(z).__name__ for z in gc.get_objects() if type(z).__name__ in passes]
+    finally:
+        gc.enable()
+    assert not left
 
 
 HOOKS = {

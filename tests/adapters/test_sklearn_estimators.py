@@ -1,4 +1,4 @@
-"""scikit-learn's perceptrons by numfuse as estimators: its own checks, its tools, and the losses."""
+"""scikit-learn's perceptrons by numfuse as estimators: its checks and its tools, and the losses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_grid_search_over_a_pipeline_finds_what_scikit_learns_finds():
     right, made = searched
     scores = [found.cv_results_["mean_test_score"] for found in searched]
     np.testing.assert_array_equal(*scores)  # (counts of right classes)
-    assert made.best_params_ == right.best_params_ and made.best_score_ > 0.8
+    assert made.best_params_ == right.best_params_ and made.best_score_ > 0.7
     assert type(made.best_estimator_["mlp"]) is MLPClassifier
 
 

@@ -22,6 +22,7 @@ from numpy import ndarray
 
 import numfuse as nf
 from numfuse import expr as ex
+from numfuse.activations import Activation, formulas
 from numfuse.adapters.sklearn.formulas import recorded
 from numfuse.backends.cpu import host
 from numfuse.backends.cpu.llvm import conversions, intrinsics, primitives
@@ -67,8 +68,8 @@ def _log(z: Any) -> Any:
 
 #: The losses of outputs that are independent of each other, by the output's activation.
 _FORMULAS = {"logistic": _logistic, "identity": _squared, "exp": _poisson}
-#: {output activation: what numfuse calls it}
-_FINALS = {"identity": "none", "logistic": "sigmoid"}
+#: {output activation: numfuse's}, where there is one
+_FINALS = {"logistic": formulas.sigmoid}
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -260,9 +261,9 @@ def _softmax(fmt: str) -> Any:
 
 
 # --- links --------------------------------------------------------------------------------------
-def final(activation: str) -> str:
+def final(activation: str) -> Activation:
     """Return the last layer's activation for numfuse, as far as that is one of numfuse's table."""
-    return _FINALS.get(activation, "none")
+    return _FINALS.get(activation, formulas.none)
 
 
 def link(activation: str, z: ndarray) -> ndarray:

@@ -14,22 +14,28 @@ import scipy.sparse
 from numpy import ndarray
 
 import numfuse as nf
+from numfuse.activations import Activation, formulas
 from numfuse.adapters.sklearn.formulas import recorded
 from numfuse.adapters.sklearn.repeated import Repeated
 from numfuse.definitions import UserEpilogue
 
 #: {scikit-learn's activation: numfuse's}
-ACTIVATIONS = {"identity": "none", "logistic": "sigmoid", "tanh": "tanh", "relu": "relu"}
+#: (The objects: a user's activation may take a name.)
+ACTIVATIONS = {
+    "identity": formulas.none,
+    "logistic": formulas.sigmoid,
+    "tanh": formulas.tanh,
+    "relu": formulas.relu,
+}
 
 
-def _shifted(name: str) -> UserEpilogue:
+def _shifted(act: Activation) -> UserEpilogue:
     """Return the formula of a first layer after its product."""
-    act = nf.activations()[name]
 
-    return recorded(f"{name}_of_sum", "a layer")(lambda z, bias: act(z + bias))
+    return recorded(f"{act.name}_of_sum", "a layer")(lambda z, bias: act(z + bias))
 
 
-_SHIFTED = {name: _shifted(name) for name in ACTIVATIONS.values()}
+_SHIFTED = {act: _shifted(act) for act in ACTIVATIONS.values()}
 
 
 def views(flat: ndarray, units: Sequence[int]) -> tuple[list[ndarray], list[ndarray]]:
@@ -46,7 +52,11 @@ def views(flat: ndarray, units: Sequence[int]) -> tuple[list[ndarray], list[ndar
 
 
 def forward(
-    x: Any, coefs: Sequence[ndarray], intercepts: Sequence[ndarray], activation: str, final: str
+    x: Any,
+    coefs: Sequence[ndarray],
+    intercepts: Sequence[ndarray],
+    activation: str,
+    final: Activation,
 ) -> ndarray:
     """Return a network's results; of a sparse `x` the first product is SciPy's."""
     act = ACTIVATIONS[activation]
@@ -91,35 +101,23 @@ class Pass:
     Parameters
     ----------
     net : Network
-    x : (samples, features) array, or how many samples there are
-        The inputs, which may have other values at the next pass; a number: they will be sparse, and
-        are given to `logits`. Of these the first layer's products are SciPy's.
+    x : (samples, d) array
+        The input of the first layer, which may have other values at the next pass.
+    first : int, default 0
+        The first layer that it has.
+
+    Attributes
+    ----------
+    logits : function
+        Returns the last layer's sums, contiguous.
+    back : function
+        Writes the network's gradient, by that of the logits, which is in their place.
     """
 
-    def __init__(self, net: Network, x: ndarray | int) -> None:
-        self.net, self.act = net, ACTIVATIONS[net.activation]
-        self.first = int(isinstance(x, int))
-        if isinstance(x, int):
-            self.z = np.empty((x, net.units[1]), net.flat.dtype)
-            x, self.d_z = np.empty_like(self.z), np.empty_like(self.z)
-        self.x = x
-        self._forward, self._back = Repeated(self._layers), Repeated(self._layers_back)
-        self._into, self._from = Repeated(self._shift), Repeated(self._shift_back)
-
-    def logits(self, sparse: Any = None) -> ndarray:
-        """Return the last layer's sums, contiguous."""
-        if self.first:
-            self._given = sparse
-            self.z[...] = sparse @ self.net.coefs[0]
-            self._into()
-        return self._forward()
-
-    def back(self) -> None:
-        """Write the network's gradient, by that of the logits, which is in their place."""
-        self._back()
-        if self.first:
-            self._from()
-            self.net.d_coefs[0][...] = self._given.T @ self.d_z
+    def __init__(self, net: Network, x: ndarray, first: int = 0) -> None:
+        self.net, self.x, self.first = net, x, first
+        self.act = ACTIVATIONS[net.activation]
+        self.logits, self.back = Repeated(self._layers), Repeated(self._layers_back)
 
     # (All that follows is recorded: see `Repeated`.)
     def _layers(self, backend: Any) -> ndarray:
@@ -142,24 +140,48 @@ class Pass:
         net, grad = self.net, self._logits
         for i in range(len(net.coefs) - 1, self.first - 1, -1):
             h, pre = self._kept[i - self.first]
-            needs = ("a", "b", "bias") if i else ("b", "bias")
-            grad = nf.matmul_bias_activation_bwd(
-                *(grad, h, net.coefs[i], net.intercepts[i], "none" if pre is None else self.act),
-                pre_activation=pre,
-                needs=needs,
-                out=(None, net.d_coefs[i], net.d_intercepts[i]),
-                backend=backend,
-            ).d_a
-        self._grad = grad
+            layer: Any = grad, h, net.coefs[i], net.intercepts[i]
+            how: Any = {"pre_activation": pre, "backend": backend}
+            how["activation"] = formulas.none if pre is None else self.act
+            how["needs"] = ("a", "b", "bias") if i else ("b", "bias")
+            out = None, net.d_coefs[i], net.d_intercepts[i]
+            grad = nf.matmul_bias_activation_bwd(*layer, **how, out=out).d_a
+        self.grad = grad
 
-    @property
-    def _shifted(self) -> UserEpilogue:
-        return _SHIFTED[self.act if len(self.net.coefs) > 1 else "none"]
 
+class SparsePass:
+    """A pass of so many samples that are rows of sparse matrices.
+
+    The first layer's products are SciPy's: those with what is not zero.
+    """
+
+    def __init__(self, net: Network, samples: int) -> None:
+        self.net = net
+        self.z = np.empty((samples, net.units[1]), net.flat.dtype)
+        self.d_z, self.rest = np.empty_like(self.z), Pass(net, np.empty_like(self.z), 1)
+        self._shifted = _SHIFTED[self.rest.act if len(net.coefs) > 1 else formulas.none]
+        self._into, self._from = Repeated(self._shift), Repeated(self._shift_back)
+        #: The samples' inputs, to be set before a pass.
+        self.x: Any = None
+
+    def logits(self) -> ndarray:
+        """Return the last layer's sums, contiguous."""
+        self.z[...] = self.x @ self.net.coefs[0]
+        self._into()
+        return self.rest.logits()
+
+    def back(self) -> None:
+        """Write the network's gradient, by that of the logits, which is in their place."""
+        self.rest.back()
+        self._from()
+        self.net.d_coefs[0][...] = self.x.T @ self.d_z
+
+    # (Recorded, too.)
     def _shift(self, backend: Any) -> None:
-        nf.elementwise(self._shifted, self.z, self.net.intercepts[0], out=self.x, backend=backend)
+        operands = self.z, self.net.intercepts[0]
+        nf.elementwise(self._shifted, *operands, out=self.rest.x, backend=backend)
 
     def _shift_back(self, backend: Any) -> None:
         out = self.d_z, self.net.d_intercepts[0]
         operands = self.z, self.net.intercepts[0]
-        nf.elementwise_bwd(self._grad, self._shifted, *operands, out=out, backend=backend)
+        nf.elementwise_bwd(self.rest.grad, self._shifted, *operands, out=out, backend=backend)

@@ -66,29 +66,30 @@ class _Flat:
 
     def update(self, net: Network, penalty: float) -> None:
         """Take a step of a network's parameters along its gradient, in place."""
+        if self._net is not net:
+            self._net, self._take = net, Repeated(self._step)
         self.advance()
-        self.numbers[0][...], self.numbers[1][...] = penalty, self.learning_rate
-        if self._taken is None or self._taken[0] is not net:
-            self._taken = net, Repeated(lambda backend: self._step(net, backend))
-        self._taken[1]()
+        self.numbers[0][()] = penalty
+        self.numbers[1][()] = self.learning_rate
+        self._take()
 
-    _taken: tuple[Network, Repeated[None]] | None = None
+    _net: Network | None = None
 
-    def _step(self, net: Network, backend: Any) -> None:
+    def _step(self, backend: Any) -> None:
+        net: Any = self._net
         where = net.flat, *self.state
         operands = *where, net.gradient, net.decay, *self.numbers
-        nf.elementwise(self.formula, *operands, out=where, backend=backend)
+        nf.elementwise(self.formula(), *operands, out=where, backend=backend)
 
-    @property
     def formula(self) -> UserEpilogue:
-        """The update."""
+        """Return the update."""
         raise NotImplementedError
 
     def advance(self) -> None:
         """Count a step."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_taken"}
+        return {name: x for name, x in vars(self).items() if name not in ("_net", "_take")}
 
 
 class Sgd(_Flat, SGDOptimizer):
@@ -98,16 +99,17 @@ class Sgd(_Flat, SGDOptimizer):
         super().__init__([], *how)
         self.start(1, flat, self.momentum)
 
-    @property
     def formula(self) -> UserEpilogue:
-        """The update."""
+        """Return the update."""
         return nesterov if self.nesterov else sgd
 
 
 class Adam(_Flat, AdamOptimizer):
     """Adam."""
 
-    formula = adam
+    def formula(self) -> UserEpilogue:
+        """Return the update."""
+        return adam
 
     def __init__(self, flat: ndarray, *how: Any) -> None:
         super().__init__([], *how)

@@ -39,21 +39,24 @@ class Repeated(Generic[_T]):
     __slots__ = ("_calls", "_found", "_launches")
 
     def __init__(self, calls: Callable[[Any], _T]) -> None:
-        self._calls = calls
-        self._launches: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+        self._calls: Callable[[Any], _T] | None = calls
 
     def __call__(self) -> _T:
         """Make the calls, and return what they did."""
-        if not self._launches:
-            backend = resolve(None)
-            if type(backend) is not CpuBackend:
-                return self._calls(None)
-            recorder = _Recorder(backend)
-            self._found = self._calls(recorder)
-            self._launches = tuple(recorder.launches)
-            return self._found
+        if self._calls is not None:
+            return self._first(self._calls)
         for program, arrays in self._launches:
             _launch(program, arrays)
+        return self._found
+
+    def _first(self, calls: Callable[[Any], _T]) -> _T:
+        backend = resolve(None)
+        if type(backend) is not CpuBackend:
+            return calls(None)
+        recorder = _Recorder(backend)
+        self._found: _T = calls(recorder)
+        self._launches = tuple(recorder.launches)
+        self._calls = None  # (whose method it may be: memory goes with its last owner)
         return self._found
 
 

@@ -22,7 +22,7 @@ from sklearn.neural_network._multilayer_perceptron import BaseMultilayerPerceptr
 from sklearn.utils import gen_batches
 
 from numfuse.adapters.sklearn import losses
-from numfuse.adapters.sklearn.networks import Network, Pass
+from numfuse.adapters.sklearn.networks import Network, Pass, SparsePass
 from numfuse.adapters.sklearn.optimisers import optimiser
 
 #: How many of inputs, targets and weights to validate by the count of epochs takes: weights came
@@ -59,14 +59,14 @@ class Objective:
         # (scikit-learn's squared error is a mean over outputs, but its gradient that of a sum)
         self.share = 1 / y.shape[1] if out_activation == "identity" else 1.0
 
-    def __call__(self, made: Pass, index: ndarray, sparse: Any = None) -> tuple[float, float]:
+    def __call__(self, made: Pass | SparsePass, index: ndarray) -> tuple[float, float]:
         """Write the gradient on the samples ``y[index]`` but for the penalty's.
 
         Their inputs are those of the pass. Returns the loss, penalty included, and the penalty's
         factor in the gradient.
         """
         loss, weight, squares = self.rows_pass(
-            made.logits(sparse), self.y, index, self.sample_weight, self.net.weights
+            made.logits(), self.y, index, self.sample_weight, self.net.weights
         )
         if weight == 0:
             raise ZeroDivisionError("Weights sum to zero, can't be normalized")
@@ -80,14 +80,18 @@ class Whole:
 
     def __init__(self, objective: Objective, x: Any) -> None:
         self.objective, self.index = objective, np.arange(x.shape[0], dtype=np.int64)
-        self.sparse = x if scipy.sparse.issparse(x) else None
-        self.made = Pass(objective.net, x if self.sparse is None else x.shape[0])
+        self.made: Pass | SparsePass
+        if scipy.sparse.issparse(x):
+            self.made = SparsePass(objective.net, x.shape[0])
+            self.made.x = x
+        else:
+            self.made = Pass(objective.net, x)
 
     def __call__(self, flat: ndarray) -> tuple[float, ndarray]:
         """Return the loss and its gradient, a new array."""
         net = self.objective.net
         net.flat[...] = flat
-        loss, penalty = self.objective(self.made, self.index, self.sparse)
+        loss, penalty = self.objective(self.made, self.index)
         net.gradient[: net.weights.size] += penalty * net.weights
         return loss, net.gradient.astype(np.float64)
 
@@ -121,24 +125,25 @@ class _Batches:
         # those of load_digits do, NumPy would copy all before it takes some)
         self.x = x.tocsr() if self.sparse else np.ascontiguousarray(x)
         self.steps = []
-        passes: dict[int, Pass] = {}
+        passes: dict[int, Any] = {}
         for batch in gen_batches(x.shape[0], size):
             count = batch.stop - batch.start
             if count not in passes:
-                room = count if self.sparse else np.empty((count, x.shape[1]), x.dtype)
-                passes[count] = Pass(net, room)
+                if self.sparse:
+                    passes[count] = SparsePass(net, count)
+                else:
+                    passes[count] = Pass(net, np.empty((count, x.shape[1]), x.dtype))
             self.steps.append((batch, count, passes[count]))
 
-    def fill(self, made: Pass, batch: slice, index: ndarray) -> Any:
-        """Bring the inputs of a batch to its pass; of sparse ones return them."""
+    def fill(self, made: Any, batch: slice, index: ndarray) -> None:
+        """Bring the inputs of a batch to its pass."""
         if self.sparse:
-            return self.x[index if self.shuffled else batch]
-        if self.shuffled:
+            made.x = self.x[index if self.shuffled else batch]
+        elif self.shuffled:
             # ("clip" writes to the place at once, "raise" by way of a copy; all numbers are right)
             self.x.take(index, 0, made.x, "clip")
         else:
             made.x[...] = self.x[batch]
-        return None
 
 
 def _split(est: Any, x: Any, y: ndarray, sample_weight: Any) -> tuple[Any, ...]:
@@ -205,7 +210,8 @@ def _epochs(
         total = 0.0
         for batch, count, made in batches.steps:
             index = order[batch]
-            loss, penalty = objective(made, index, batches.fill(made, batch, index))
+            batches.fill(made, batch, index)
+            loss, penalty = objective(made, index)
             total += loss * count
             update(net, penalty)
         est.n_iter_ += 1
