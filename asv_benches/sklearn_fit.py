@@ -49,7 +49,7 @@ def regression(name: str, dtype: str, epochs: int, **options: Any) -> Row:
 
 
 ROWS = [
-    digits("digits, batches of 64", "float64", 30, batch_size=64),
+    digits("digits, batches of 64", "float64", 200, batch_size=64),
     digits("digits, batches of 64", "float32", 30, batch_size=64),
     digits("digits, automatic batches", "float64", 30),
     digits("digits, sgd, batches of 64", "float64", 30, batch_size=64, solver="sgd"),

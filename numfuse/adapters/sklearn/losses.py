@@ -125,7 +125,7 @@ def outputs_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
 
 
 def softmax_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
-    """`outputs_pass` of classes that exclude each other."""
+    """`outputs_pass` of classes that exclude each other; `y` has each sample's."""
     WIDE_VECTORS()
     weight = WEIGHT_SUM(index, weights)
     scale = ONE / REAL(weight)
@@ -138,14 +138,12 @@ def softmax_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
         for i in range(block.shape[0]):
             at = index[first + i]
             own = ONE if weights.shape[0] == 0 else weights[at]
-            part = ONE / ROW_SUM(block, i)
             share = own * scale
-            right = ZERO
+            part = ONE / ROW_SUM(block, i)
+            right = block[i, y[at]] * part
             for j in range(z.shape[1]):
-                y_j = TARGET(y[at, j])
-                p = block[i, j] * part
-                right += y_j * p
-                block[i, j] = (p - y_j) * share
+                block[i, j] *= part * share
+            block[i, y[at]] = (right - ONE) * share
             loss -= own * LOG(CLAMP(right, LOW, HIGH))
     return loss, weight, float(SQUARE_SUM(coefs))
 
@@ -228,29 +226,31 @@ def rows_pass(activation: str, fmt: str, labels: bool) -> Any:
     """Return the pass of a loss, which is that of an output's activation.
 
     It is a function (logits, targets, index, weights, coefs) -> (loss, weight, squares): see
-    `outputs_pass`. Logits of dtype `fmt` are replaced; targets are labels in bytes or have that
-    dtype, as weights and coefs have; the index is int64. All are contiguous, in the order of rows.
+    `outputs_pass`. Logits of dtype `fmt` are replaced; targets are labels in bytes, or have that
+    dtype, as weights and coefs have, or of the softmax are numbers of classes, which are int64 as
+    the index is. All are contiguous, in the order of rows.
     """
     real = types.float32 if fmt == "float32" else types.float64
     kept = functools.partial(types.Array, layout="C", readonly=True)
+    exclusive = activation == "softmax"
     arguments = (
         types.Array(real, 2, "C"),
-        kept(types.uint8 if labels else real, 2),
+        kept(types.int64, 1) if exclusive else kept(types.uint8 if labels else real, 2),
         kept(types.int64, 1),
         kept(real, 1),
         kept(real, 1),
     )
     number, eps = np.dtype(fmt).type, float(np.finfo(fmt).eps)
     low, high = eps, 1 - eps  # of a probability
-    if activation != "softmax":
+    if not exclusive:
         low, high = -math.log(high), -math.log(low)  # of a loss
     if activation in ("identity", "exp"):
         low, high = -math.inf, math.inf
     more: dict[str, Any] = {"LOW": number(low), "HIGH": number(high)}
-    if activation != "softmax":
+    if not exclusive:
         more["FORMULA"] = _formula(_FORMULAS[activation], fmt)
     result = types.UniTuple(types.float64, 3)
-    template = softmax_pass if activation == "softmax" else outputs_pass
+    template = softmax_pass if exclusive else outputs_pass
     return _entry(template, result, fmt, labels, *arguments, **more)
 
 

@@ -51,7 +51,13 @@ class Objective:
         self.net, self.alpha = net, float(alpha)
         dtype = net.flat.dtype
         labels = y.dtype == bool
-        self.y = np.ascontiguousarray(y.view(np.uint8) if labels else y.astype(dtype, copy=False))
+        if out_activation == "softmax":
+            y = y.argmax(axis=1)
+        elif labels:
+            y = y.view(np.uint8)
+        else:
+            y = y.astype(dtype, copy=False)
+        self.y = np.ascontiguousarray(y)
         self.weighted = sample_weight is not None
         given = sample_weight if self.weighted else ()
         self.sample_weight = np.ascontiguousarray(given, dtype)
