@@ -5,7 +5,7 @@
 - `networks`: parameters and gradients as flat vectors
 - `losses`: value and gradient in one pass over rows
 - `optimisers`: Adam and SGD in one pass over memory
-- `formulas`: how these are recorded
+- `repeated`: calls that are recorded once and launched again; `formulas`: how formulas are recorded
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _LOSS_GRAD = inspect.signature(BaseMultilayerPerceptron._loss_grad_lbfgs)
 
 
 class _Fused(BaseMultilayerPerceptron):
-    """What both estimators do by numfuse."""
+    """A base of both: networks, losses and optimisers by numfuse."""
 
     coefs_: list[ndarray]
     intercepts_: list[ndarray]
@@ -80,8 +80,33 @@ class _Fused(BaseMultilayerPerceptron):
 
 
 class MLPClassifier(_Fused, neural_network.MLPClassifier):
-    __doc__ = neural_network.MLPClassifier.__doc__
+    """:class:`sklearn.neural_network.MLPClassifier` with numfuse's networks.
+
+    Parameters, attributes, methods and results are scikit-learn's, those of the installed version:
+    the same `random_state` gives the same initial weights and the same batches.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_iris
+    >>> from numfuse.adapters.sklearn import MLPClassifier
+    >>> x, y = load_iris(return_X_y=True)
+    >>> network = MLPClassifier((8,), learning_rate_init=0.02, max_iter=500, random_state=0)
+    >>> network.fit(x, y).score(x, y) > 0.95
+    True
+    """
 
 
 class MLPRegressor(_Fused, neural_network.MLPRegressor):
-    __doc__ = neural_network.MLPRegressor.__doc__
+    """:class:`sklearn.neural_network.MLPRegressor` with numfuse's networks.
+
+    Parameters, attributes, methods and results are scikit-learn's, as for :class:`MLPClassifier`.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_diabetes
+    >>> from numfuse.adapters.sklearn import MLPRegressor
+    >>> x, y = load_diabetes(return_X_y=True)
+    >>> network = MLPRegressor(learning_rate_init=0.02, max_iter=500, random_state=0)
+    >>> network.fit(10 * x, y / 100).score(10 * x, y / 100) > 0.5
+    True
+    """

@@ -20,12 +20,12 @@ import numpy as np
 from numba import types
 from numpy import ndarray
 
-import numfuse as nf
 from numfuse import expr as ex
 from numfuse.activations import Activation, formulas
 from numfuse.adapters.sklearn.formulas import recorded
 from numfuse.backends.cpu import host
 from numfuse.backends.cpu.llvm import conversions, intrinsics, primitives
+from numfuse.fusion import elementwise
 from numfuse.runtime import machine_code, specialise
 
 specialise.register(__name__.rpartition(".")[0], str(Path(__file__).with_name("__init__.py")))
@@ -272,5 +272,5 @@ def link(activation: str, z: ndarray) -> ndarray:
         if z.size:
             _softmax(z.dtype.name)(z)
     elif activation == "exp":
-        nf.elementwise(_exp, z, out=z)
+        elementwise(_exp, z, out=z)
     return z

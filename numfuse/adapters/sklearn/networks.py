@@ -13,11 +13,13 @@ import numpy as np
 import scipy.sparse
 from numpy import ndarray
 
-import numfuse as nf
 from numfuse.activations import Activation, formulas
 from numfuse.adapters.sklearn.formulas import recorded
 from numfuse.adapters.sklearn.repeated import Repeated
 from numfuse.definitions import UserEpilogue
+from numfuse.functional import matmul_bias_activation, matmul_bias_activation_bwd
+from numfuse.fusion import elementwise, elementwise_bwd
+from numfuse.multilayer import mlp
 
 #: {scikit-learn's activation: numfuse's}
 #: (The objects: a user's activation may take a name.)
@@ -63,11 +65,11 @@ def forward(
     if scipy.sparse.issparse(x):
         z = np.ascontiguousarray(x @ coefs[0])
         last = len(coefs) == 1
-        x = nf.elementwise(_SHIFTED[final if last else act], z, intercepts[0], out=z)
+        x = elementwise(_SHIFTED[final if last else act], z, intercepts[0], out=z)
         if last:
             return x
         coefs, intercepts = coefs[1:], intercepts[1:]
-    made: ndarray = nf.mlp(x, coefs, intercepts, act, final=final)
+    made: ndarray = mlp(x, coefs, intercepts, act, final=final)
     return made
 
 
@@ -127,10 +129,10 @@ class Pass:
             layer: Any = h, net.coefs[i], net.intercepts[i]
             if i == len(net.coefs) - 1:
                 self._kept.append((h, None))
-                h = nf.matmul_bias_activation(*layer, backend=backend)
+                h = matmul_bias_activation(*layer, backend=backend)
             else:
                 how: Any = {"activation": self.act, "return_pre_activation": True}
-                out, pre = nf.matmul_bias_activation(*layer, **how, backend=backend)
+                out, pre = matmul_bias_activation(*layer, **how, backend=backend)
                 self._kept.append((h, pre))
                 h = out
         self._logits = h
@@ -145,7 +147,7 @@ class Pass:
             how["activation"] = formulas.none if pre is None else self.act
             how["needs"] = ("a", "b", "bias") if i else ("b", "bias")
             out = None, net.d_coefs[i], net.d_intercepts[i]
-            grad = nf.matmul_bias_activation_bwd(*layer, **how, out=out).d_a
+            grad = matmul_bias_activation_bwd(*layer, **how, out=out).d_a
         self.grad = grad
 
 
@@ -179,9 +181,9 @@ class SparsePass:
     # (Recorded, too.)
     def _shift(self, backend: Any) -> None:
         operands = self.z, self.net.intercepts[0]
-        nf.elementwise(self._shifted, *operands, out=self.rest.x, backend=backend)
+        elementwise(self._shifted, *operands, out=self.rest.x, backend=backend)
 
     def _shift_back(self, backend: Any) -> None:
         out = self.d_z, self.net.d_intercepts[0]
         operands = self.z, self.net.intercepts[0]
-        nf.elementwise_bwd(self.rest.grad, self._shifted, *operands, out=out, backend=backend)
+        elementwise_bwd(self.rest.grad, self._shifted, *operands, out=out, backend=backend)

@@ -16,12 +16,12 @@ from numpy import ndarray
 # (Private modules of scikit-learn's, whose names have stood since 0.18; a test looks for them.)
 from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 
-import numfuse as nf
 from numfuse import expr as ex
 from numfuse.adapters.sklearn.formulas import recorded
 from numfuse.adapters.sklearn.networks import Network
 from numfuse.adapters.sklearn.repeated import Repeated
 from numfuse.definitions import UserEpilogue
+from numfuse.fusion import elementwise
 
 
 @recorded("sgd", "scikit-learn's SGDOptimizer")
@@ -54,7 +54,7 @@ def adam(
 
 
 class _Flat:
-    """What both have: the update of flat vectors, with numbers that are arrays of their dtype."""
+    """A base: the update of flat vectors, with numbers that are arrays of their dtype."""
 
     state: tuple[ndarray, ...]
     learning_rate: float
@@ -79,7 +79,7 @@ class _Flat:
         net: Any = self._net
         where = net.flat, *self.state
         operands = *where, net.gradient, net.decay, *self.numbers
-        nf.elementwise(self.formula(), *operands, out=where, backend=backend)
+        elementwise(self.formula(), *operands, out=where, backend=backend)
 
     def formula(self) -> UserEpilogue:
         """Return the update."""
