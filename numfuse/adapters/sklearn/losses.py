@@ -132,8 +132,6 @@ def softmax_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
     loss = 0.0
     for first in range(0, z.shape[0], ROWS):
         block = z[first : first + ROWS]
-        for i in range(block.shape[0]):
-            LESS_TOP(block, i)
         EXPONENTIALS(block)
         for i in range(block.shape[0]):
             at = index[first + i]
@@ -153,8 +151,6 @@ def softmax(z: Any) -> Any:
     WIDE_VECTORS()
     for first in range(0, z.shape[0], ROWS):
         block = z[first : first + ROWS]
-        for i in range(block.shape[0]):
-            LESS_TOP(block, i)
         EXPONENTIALS(block)
         for i in range(block.shape[0]):
             total = ROW_SUM(block, i)
@@ -162,17 +158,14 @@ def softmax(z: Any) -> Any:
                 block[i, j] /= total
 
 
-def less_top(z: Any, i: Any) -> Any:
-    """Take the greatest element of a row off each."""
-    top = z[i, 0]
-    for j in range(1, z.shape[1]):
-        top = z[i, j] if z[i, j] > top else top  # (a NaN goes through the sum to all)
-    for j in range(z.shape[1]):
-        z[i, j] -= top
-
-
 def exponentials(z: Any) -> Any:
-    """Replace all elements by their exponentials."""
+    """Replace rows by the exponentials of their elements, relative to the greatest."""
+    for i in range(z.shape[0]):
+        top = z[i, 0]
+        for j in range(1, z.shape[1]):
+            top = z[i, j] if z[i, j] > top else top  # (a NaN goes through the sum to all)
+        for j in range(z.shape[1]):
+            z[i, j] -= top
     flat = z.reshape(z.size)
     for i in range(flat.shape[0]):
         flat[i] = EXP(flat[i])
@@ -207,7 +200,7 @@ def _names(fmt: str, labels: bool) -> dict[str, Any]:
     for formula in (_exp, _log, _clamp):
         names[formula.name.upper()] = _formula(formula, fmt)
     names["TARGET"] = specialise.device(label if labels else number, **names)
-    for part in (weight_sum, less_top, exponentials, row_sum):
+    for part in (weight_sum, exponentials, row_sum):
         names[part.__name__.upper()] = specialise.device(part, **names)
     # Lanes have sums of their own: a chain of additions would take 4 cycles for each weight.
     clone = specialise.bound(square_sum, names)
