@@ -23,9 +23,9 @@ OPTIONAL = {
     "jax": "jax",
     "autograd": "autograd",
     "dask": "dask",
+    "scikit-learn": "sklearn",
     "matplotlib": "demo",
     "rich": "demo",
-    "scikit-learn": "demo",
     "threadpoolctl": "bench",
 }
 

@@ -32,6 +32,7 @@ NEEDS = {"docs/webgpu.md": "webgpu", "docs/cuda.md": "cuda"}
 MODULES = {
     "docs/distributed.md": ("dask.array",),
     "docs/guide/arrays.md": ("autograd", "dask.array"),
+    "docs/guide/scikit_learn.md": ("sklearn",),
 }
 
 
