@@ -238,6 +238,11 @@ def mlp_jvp(
     ValueError, TypeError, BackendUnavailable
         As :func:`mlp`; also for a tangent of another shape (ValueError).
 
+    Notes
+    -----
+    `out` has the bits of :func:`mlp`. On the CPU a network whose layers are at most 256 wide is one
+    launch; else each layer is a call of :func:`matmul_bias_activation_jvp`.
+
     Examples
     --------
     >>> import numpy as np
@@ -304,6 +309,13 @@ def mlp_double_bwd(
     ------
     ValueError, TypeError, BackendUnavailable
         As :func:`mlp_bwd`; also for a cotangent of another shape (ValueError).
+
+    Notes
+    -----
+    With t the tangent of the result along (u, v, w), these are the gradients of ``sum(grad * t)``;
+    d_grad is t. On the CPU a network whose layers are at most 256 wide is one launch, which makes
+    the forward again; else a layer is some calls, :func:`matmul_bias_activation_double_bwd` among
+    them.
 
     Examples
     --------

@@ -1,11 +1,11 @@
-"""The demo's network and its training step, three times: numfuse, unfused NumPy, PyTorch.
+"""The demo's network and its training step: by numfuse, by unfused NumPy and by PyTorch.
 
     hidden = silu(x @ W + b) * (x @ W' + b')    (64 -> 256)
     mixed  = gelu(hidden @ W + b)               (256 -> 128)
     logits = mixed @ W + b                      (128 -> 10)
 
 The loss is the softmax cross-entropy against smoothed labels, the optimiser is Adam. A step is
-forward, loss, backward and update; the three start from the same parameters and give the same
+forward, loss, backward and update; all start from the same parameters and give the same
 gradients.
 """
 
@@ -87,7 +87,7 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
     return float(loss), d_logits
 
 
-def gated(p: Parameters) -> tuple[Array, ...]:
+def gated(p: Parameters) -> tuple[Array, Array, Array, Array]:
     """Return the operands of the gated layer, behind its rows."""
     w, b = p.weight, p.bias
     return w["gate"], w["up"], b["gate"], b["up"]
@@ -219,8 +219,13 @@ def array_step(
     return step
 
 
-def torch_step(start: Parameters, x: Array, labels: Array) -> Callable[[], Any]:
-    """Return the step as PyTorch's users write it: autograd and PyTorch's fused Adam."""
+def torch_step(
+    start: Parameters, x: Array, labels: Array, compiled: bool = False
+) -> Callable[[], Any]:
+    """Return the step as PyTorch's users write it: autograd and PyTorch's fused Adam.
+
+    `compiled`: forward and loss, and by that their backward, by torch.compile.
+    """
     import torch
     from torch.nn import functional
 
@@ -236,12 +241,17 @@ def torch_step(start: Parameters, x: Array, labels: Array) -> Callable[[], Any]:
     def layer(name: str, x: Any) -> Any:
         return torch.addmm(bias[name], x, weight[name])
 
-    def step() -> Any:
-        adam.zero_grad()
+    def forward() -> Any:
         hidden = functional.silu(layer("gate", rows)) * layer("up", rows)
         mixed = functional.gelu(layer("mix", hidden), approximate="tanh")
         logits = layer("head", mixed)
-        loss = functional.cross_entropy(logits, classes, label_smoothing=SMOOTHING)
+        return functional.cross_entropy(logits, classes, label_smoothing=SMOOTHING)
+
+    run = torch.compile(forward) if compiled else forward
+
+    def step() -> Any:
+        adam.zero_grad()
+        loss = run()
         loss.backward()
         adam.step()
         return loss.item(), [z.grad for z in every]
@@ -249,7 +259,18 @@ def torch_step(start: Parameters, x: Array, labels: Array) -> Callable[[], Any]:
     return step
 
 
-def steps(start: Parameters, x: Array, labels: Array) -> Runs:
+def sklearn_step(x: Array, labels: Array) -> Callable[[], Any]:
+    """Return a step of scikit-learn's network of these widths, which has relu and no gate."""
+    from sklearn.neural_network import MLPClassifier
+
+    sizes = HIDDEN, MIXED
+    network = MLPClassifier(sizes, batch_size=len(x), alpha=0.0, random_state=0)
+    classes = np.arange(CLASSES)
+    network.partial_fit(x, labels, classes=classes)
+    return lambda: network.partial_fit(x, labels).loss_
+
+
+def steps(start: Parameters, x: Array, labels: Array, compiled: bool = False) -> Runs:
     """Return the step by numfuse, by unfused NumPy and, if installed, by PyTorch."""
     found = {
         "numfuse": array_step(fused_gradients, start, x, labels, FusedAdam),
@@ -257,4 +278,6 @@ def steps(start: Parameters, x: Array, labels: Array) -> Runs:
     }
     if importlib.util.find_spec("torch") is not None:
         found["PyTorch"] = torch_step(start, x, labels)
+        if compiled:
+            found["PyTorch, compiled"] = torch_step(start, x, labels, True)
     return found

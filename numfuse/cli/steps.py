@@ -10,7 +10,8 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,8 @@ class Work(NamedTuple):
     dtype: str
     #: Waits for the device; the CPU's results are there when a call returns.
     settle: Callable[[], None] = lambda: None
+    #: Contestants whose results cannot be compared: a like network's.
+    unlike: Mapping[str, Callable[[], Any]] = MappingProxyType({})
 
 
 Maker = Callable[[np.random.Generator], Work]

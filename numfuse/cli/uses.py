@@ -55,19 +55,22 @@ def measure(
     seconds: float,
     rounds: int = 15,
     memory: Callable[[Runs], dict[str, int]] | None = None,
+    sample: float = timing.SAMPLE,
 ) -> dict[str, Any]:
     """Check every contestant of a use against float64 and time them in interleaved rounds.
 
     There are as many rounds as fit into `seconds`: at least 3, at most `rounds`. `memory` returns
-    the bytes that each of the contestants takes.
+    the bytes that each of the contestants takes. `sample` is how long a stretch is, in seconds.
     """
     work = use.make(generator)
     runs, found = timing.checked(work.runs, work.runs.__getitem__, work.exact)
+    runs |= work.unlike
     once = timing.interleave(runs, rounds=1, sample=0.0, rest=0.0, settle=work.settle)
-    each = sum(2 * max(figures[0], timing.SAMPLE) + use.rest for figures in once.values())
+    each = sum(2 * max(figures[0], sample) + use.rest for figures in once.values())
     figures = timing.interleave(
         runs,
         rounds=int(min(max(seconds / each, 3), rounds)) if runs else 0,
+        sample=sample,
         rest=use.rest,
         seed=int(generator.integers(1 << 30)),
         settle=work.settle,

@@ -231,7 +231,7 @@ ARROWS: dict[str, set[str]] = {
     "multilayer": {"backends", "chains", "functional", "perceptron", "problem"},
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
-        "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu",
+        "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "chains",
         "definitions", "devices", "differentials", "epilogue_jets", "epilogues", "errors", "expr",
         "functional", "fused_operations", "fusion", "gated", "jets", "language", "multilayer",
         "networks", "operations", "perceptron", "problem", "runtime",

@@ -2,7 +2,8 @@
 
 - `face`: the backend; each operation finds its recorded program by a fingerprint of its operands
 - `layers`, `fused`, `jets`: each operation as products, epilogues and places
-- `network_calls`, `networks`: whole networks in one launch, by blocks of points
+- `network_calls`, `networks`: whole networks in one launch, by blocks of points; `second_calls`,
+  `second_networks`: their tangents and double backwards
 - `schedule`: these in blocks of rows or of batch elements
 - `sums`: partial sums of rows, columns and totals, and what joins them
 - `descriptors`: from operands to the words of a plan

@@ -8,6 +8,6 @@
 - `elementwise`: the elementwise cell
 - `rows`, `printer`: row functions, and their text, made of an epilogue
 - `groups`: row functions that take all rows of a point, for jets
-- `network`: the cells of networks
+- `network`, `network_second`: the cells of networks, and of their tangents and double backwards
 - `library`: the templates with their names bound, compiled on demand
 """

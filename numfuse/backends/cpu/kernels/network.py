@@ -127,6 +127,24 @@ def give(source: int, step: int, rows: int, n: int, target: int, row: int, colum
                 SUMS(at + j * column)[0] = from_[j]
 
 
+def take_rows(
+    descriptor: int, slot: int, first: int, points: int, n: int, target: int, step: int
+) -> None:
+    """Copy an operand's rows of a block to padded rows."""
+    d = WORDS(descriptor)
+    TAKE(d[slot] + first * d[slot + 1], d[slot + 1], d[slot + 2], points, n, target, step)
+
+
+def give_rows(
+    descriptor: int, slot: int, first: int, points: int, n: int, source: int, step: int
+) -> None:
+    """Copy padded rows to a result's rows of a block, where it is wanted."""
+    d = WORDS(descriptor)
+    if d[slot] != 0:
+        to = d[slot] + first * d[slot + 1]
+        GIVE(source, step, points, n, to, d[slot + 1], d[slot + 2])
+
+
 def results_of(descriptor: int, member: int, point: int) -> int:
     """Address of a point's row in a member of the results, or of their cotangents; 0: none."""
     d = WORDS(descriptor)
@@ -187,10 +205,7 @@ def forward_block(
     layer = descriptor + 8 * N_LAYER
     w = WORDS(layer)
     stack = stacks + w[L_INPUT]
-    TAKE(
-        d[SLOT_X] + first * d[SLOT_X + 1], d[SLOT_X + 1], d[SLOT_X + 2], points, w[L_K],
-        stack, w[L_IN_STEP],
-    )  # fmt: skip
+    TAKE_ROWS(descriptor, SLOT_X, first, points, w[L_K], stack, w[L_IN_STEP])
     for i in range(d[N_DIRECTIONS] if fresh else 0):
         stack += points * w[L_IN_STEP]
         TAKE(
@@ -299,9 +314,7 @@ def backward_block(
             if target == q:
                 grad, q = q, grad
     w = WORDS(descriptor + 8 * N_LAYER)
-    if d[SLOT_D_X] != 0:
-        to = d[SLOT_D_X] + first * d[SLOT_D_X + 1]
-        GIVE(grad, w[L_IN_STEP], points, w[L_K], to, d[SLOT_D_X + 1], d[SLOT_D_X + 2])
+    GIVE_ROWS(descriptor, SLOT_D_X, first, points, w[L_K], grad, w[L_IN_STEP])
 
 
 def backward_cell(descriptor: int, cell: int, workspace: int) -> None:
@@ -402,7 +415,8 @@ def names(acc: str) -> dict[str, Any]:
         "CALL_ROW": intrinsics.make_call(5),
         "CALL_PRODUCT": intrinsics.make_call(11),
     }
-    steps = own_words, take, pad, give, results_of, results_step, stacks_of, open_rows, call_rows
+    rows = take, pad, give, take_rows, give_rows
+    steps = own_words, *rows, results_of, results_step, stacks_of, open_rows, call_rows
     for template in (*steps, forward_block, backward_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
     return words

@@ -18,11 +18,11 @@ from numfuse.runtime import specialise
 # mypy: disable-error-code="name-defined"
 
 
-def along_layer(descriptor: int, layer: int, workspace: int, points: int) -> None:
+def along_layer(descriptor: int, layer: int, stacks: int, points: int) -> None:
     """Make a layer's sums of a block: those of values, and of tangents where they move."""
     w, packed = WORDS(layer), WORDS(descriptor)[SLOT_PACKED]
     table = WORDS(packed + w[L_TABLE])
-    stack, z, step, out_step = workspace + w[L_INPUT], workspace + w[L_Z], w[L_IN_STEP], w[L_STEP]
+    stack, z, step, out_step = stacks + w[L_INPUT], stacks + w[L_Z], w[L_IN_STEP], w[L_STEP]
     vectors = out_step // VECTOR
     if w[L_SUMS] != 0:
         bias = table[2] if w[L_BIAS] != 0 else 0
@@ -48,37 +48,32 @@ def along_layer(descriptor: int, layer: int, workspace: int, points: int) -> Non
         )  # fmt: skip
 
 
-def tangent_block(descriptor: int, workspace: int, first: int, points: int, layers: int) -> None:
+def tangent_block(
+    descriptor: int, workspace: int, stacks: int, first: int, points: int, layers: int, fresh: bool
+) -> None:
     """Pass a block and its tangents through the first `layers` layers; store the results' tangents.
 
-    Each layer's sums and results have a place.
+    Each layer's sums and results have a place. Tangents are those of the points: every block is as
+    a `fresh` one.
     """
-    d = WORDS(descriptor)
     layer = descriptor + 8 * N_LAYER
     w = WORDS(layer)
-    stack = workspace + w[L_INPUT]
-    TAKE(
-        d[SLOT_X] + first * d[SLOT_X + 1], d[SLOT_X + 1], d[SLOT_X + 2], points, w[L_K],
-        stack, w[L_IN_STEP],
-    )  # fmt: skip
+    stack = stacks + w[L_INPUT]
+    TAKE_ROWS(descriptor, SLOT_X, first, points, w[L_K], stack, w[L_IN_STEP])
     if w[L_MEMBERS] > 1:
-        TAKE(
-            d[SLOT_X_DOT] + first * d[SLOT_X_DOT + 1], d[SLOT_X_DOT + 1], d[SLOT_X_DOT + 2],
-            points, w[L_K], stack + points * w[L_IN_STEP], w[L_IN_STEP],
-        )  # fmt: skip
+        stack += points * w[L_IN_STEP]
+        TAKE_ROWS(descriptor, SLOT_X_DOT, first, points, w[L_K], stack, w[L_IN_STEP])
     for _ in range(layers):
         w = WORDS(layer)
-        ALONG_LAYER(descriptor, layer, workspace, points)
+        ALONG_LAYER(descriptor, layer, stacks, points)
         if w[L_ROW] != 0:
             elements = points * w[L_STEP] // SIZE
             OPEN_ROWS(descriptor, workspace, elements)
-            z, out = workspace + w[L_Z], workspace + w[L_OUT]
+            z, out = stacks + w[L_Z], stacks + w[L_OUT]
             CALL_ROWS(w[L_ROW], workspace, 0, z, 0, out, elements)
         layer += 8 * LAYER_WORDS
-    if d[SLOT_DIRECTION] != 0:
-        to = d[SLOT_DIRECTION] + first * d[SLOT_DIRECTION + 1]
-        dots = workspace + w[L_OUT] + points * w[L_STEP]
-        GIVE(dots, w[L_STEP], points, w[L_N], to, d[SLOT_DIRECTION + 1], d[SLOT_DIRECTION + 2])
+    dots = stacks + w[L_OUT] + points * w[L_STEP]
+    GIVE_ROWS(descriptor, SLOT_DIRECTION, first, points, w[L_N], dots, w[L_STEP])
 
 
 def tangent_cell(descriptor: int, cell: int, workspace: int) -> None:
@@ -91,34 +86,30 @@ def tangent_cell(descriptor: int, cell: int, workspace: int) -> None:
     end = min(d[N_POINTS], start + d[N_CELL])
     for first in range(start, end, d[N_BLOCK]):
         points = min(d[N_BLOCK], end - first)
-        TANGENT_BLOCK(descriptor, workspace, first, points, d[N_LAYERS])
-        if d[SLOT_VALUE] != 0:
-            to = d[SLOT_VALUE] + first * d[SLOT_VALUE + 1]
-            row, column = d[SLOT_VALUE + 1], d[SLOT_VALUE + 2]
-            GIVE(workspace + last[L_OUT], last[L_STEP], points, last[L_N], to, row, column)
+        TANGENT_BLOCK(descriptor, workspace, workspace, first, points, d[N_LAYERS], True)
+        out = workspace + last[L_OUT]
+        GIVE_ROWS(descriptor, SLOT_VALUE, first, points, last[L_N], out, last[L_STEP])
 
 
 def second_block(
-    descriptor: int, workspace: int, first: int, points: int, partial: int, add: bool
+    descriptor: int, workspace: int, stacks: int, first: int, points: int, partial: int, add: bool
 ) -> None:
     """Add what a block gives to the gradients at `partial`; write its rows of d_x."""
     d = WORDS(descriptor)
     layers, packed = d[N_LAYERS], d[SLOT_PACKED]
     grad, q = workspace + d[N_GRAD], workspace + d[N_Q]
     w = WORDS(descriptor + 8 * (N_LAYER + (layers - 1) * LAYER_WORDS))
-    TAKE(
-        d[SLOT_GRAD] + first * d[SLOT_GRAD + 1], d[SLOT_GRAD + 1], d[SLOT_GRAD + 2],
-        points, w[L_N], grad + points * w[L_STEP], w[L_STEP],
-    )  # fmt: skip
+    target = grad + points * w[L_STEP]
+    TAKE_ROWS(descriptor, SLOT_GRAD, first, points, w[L_N], target, w[L_STEP])
     for i in range(layers):
         w = WORDS(descriptor + 8 * (N_LAYER + (layers - 1 - i) * LAYER_WORDS))
         step, in_step, members = w[L_STEP], w[L_IN_STEP], w[L_MEMBERS]
-        slopes, stack = grad, workspace + w[L_INPUT]
+        slopes, stack = grad, stacks + w[L_INPUT]
         table = WORDS(packed + w[L_TABLE])
         if w[L_BACK] != 0:
             slopes, elements = q, points * step // SIZE
             OPEN_ROWS(descriptor, workspace, elements)
-            CALL_ROWS(w[L_BACK], workspace, 0, workspace + w[L_Z], grad, q, elements)
+            CALL_ROWS(w[L_BACK], workspace, 0, stacks + w[L_Z], grad, q, elements)
         # A product at the end has a cotangent of its tangents alone.
         values = 0 if w[L_BACK] == 0 else points
         dots, skipped = slopes + points * step, points - values
@@ -154,30 +145,16 @@ def second_block(
             if target == q:
                 grad, q = q, grad
     w = WORDS(descriptor + 8 * N_LAYER)
-    if d[SLOT_D_X] != 0:
-        to = d[SLOT_D_X] + first * d[SLOT_D_X + 1]
-        GIVE(grad, w[L_IN_STEP], points, w[L_K], to, d[SLOT_D_X + 1], d[SLOT_D_X + 2])
-
-
-def second_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """Make the blocks of a cell again with their tangents, and what they add to the gradients."""
-    cells = WORDS(descriptor)[N_CELLS]
-    descriptor = OWN_WORDS(descriptor, cell // cells, workspace)
-    d = WORDS(descriptor)
-    start = cell % cells * d[N_CELL]
-    end = min(d[N_POINTS], start + d[N_CELL])
-    partial = d[SLOT_PARTIAL] + cell % cells * d[N_PARTIAL]
-    SUMS(workspace + d[N_ONE])[0] = ONE
-    for first in range(start, end, d[N_BLOCK]):
-        points = min(d[N_BLOCK], end - first)
-        TANGENT_BLOCK(descriptor, workspace, first, points, d[N_MADE])
-        SECOND_BLOCK(descriptor, workspace, first, points, partial, first > start)
+    GIVE_ROWS(descriptor, SLOT_D_X, first, points, w[L_K], grad, w[L_IN_STEP])
 
 
 @functools.cache
 def cell(acc: str, backward: bool) -> specialise.Kernel:
-    """Return the cell of a tangent, or of a double backward."""
+    """Return the cell of a tangent; or of a double backward, that of a backward of these blocks."""
     words = dict(network.names(acc))
     for template in (along_layer, tangent_block, second_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
-    return specialise.kernel(second_cell if backward else tangent_cell, **words)
+    if not backward:
+        return specialise.kernel(tangent_cell, **words)
+    words["FORWARD_BLOCK"], words["BACKWARD_BLOCK"] = words["TANGENT_BLOCK"], words["SECOND_BLOCK"]
+    return specialise.kernel(network.backward_cell, **words)
