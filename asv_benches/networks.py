@@ -31,6 +31,8 @@ from numfuse.cli.ufuncs import Array
 from numfuse.cli.uses import Use, measure
 
 RATE = 1e-3
+#: Seconds of a stretch: as in a loop, most of its calls find awake threads and filled caches.
+STRETCH = 0.02
 PEERS = ("NumPy", "PyTorch", "JAX")
 #: {name: what each peer calls the activation}
 CURVES: dict[str, Callable[[Array], Array]] = {
@@ -302,7 +304,7 @@ def main() -> None:
     for use in rows(options.drawn, generator):
         if options.words and not any(word in use.name for word in options.words):
             continue
-        found = measure(use, generator, options.seconds, options.rounds)
+        found = measure(use, generator, options.seconds, options.rounds, sample=STRETCH)
         every.append(found)
         medians = found["seconds"]
         base = medians["numfuse"]

@@ -150,22 +150,22 @@ def compare_steps(start: Parameters, x: Array, labels: Array, compiled: bool) ->
     generator = np.random.default_rng(0)
     found = measure(use, generator, math.inf, TIMED_ROUNDS, sample=STRETCH)
     medians, errors = found["seconds"], found["error"]
-    base = medians["numfuse"]
+    base, width = medians["numfuse"], max(map(len, medians))
     print(
         f"\ntime per training step ({len(x)} rows, float32; median of {TIMED_ROUNDS} rounds, "
         "one after the other in each):"
     )
     for name, seconds in medians.items():
-        text = f"  {name:8} {readable(seconds):>8}"
+        text = f"  {name:{width}} {readable(seconds):>8}"
         if name != "numfuse":
             text += f"   {seconds / base:.2f} x numfuse's time; "
             how = f"gradients agree to {errors[name]:.0e}" if name in errors else UNLIKE
             text += how
         print(text)
     for name, reason in found["failed"].items():
-        print(f"  {name:8} failed: {reason}")
+        print(f"  {name:{width}} failed: {reason}")
     if "PyTorch" not in runs:
-        print("  PyTorch  is not installed: not compared")
+        print(f"  {'PyTorch':{width}} is not installed: not compared")
     print(verdict(medians))
     wrong = {name: error for name, error in errors.items() if not error < GRADIENT_TOLERANCE}
     if wrong:

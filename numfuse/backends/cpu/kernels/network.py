@@ -22,6 +22,8 @@ from numfuse.runtime import specialise
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
+#: Rows that are few.
+FEW = 2
 #: Rows of a gradient that a cell sums up, and columns that are copied at once.
 TILE_ROWS, STRIP = 64, 16
 
@@ -31,7 +33,15 @@ def product(
     c: int, c_step: int, bias: int, add: int,
 ) -> None:  # fmt: skip
     """``c = a b`` of so many rows, and `n` vectors of columns; see `llvm.inplace.make_tile`."""
-    # Tiles of one height: a last one of few rows would have too few sums to hide their latency.
+    if rows <= FEW:  # of wide tiles, as few sums do not hide their latency
+        for j in range(0, n, WIDE):
+            at = j * VECTOR
+            plus = bias + at if bias != 0 else 0
+            FEW_ROWS(
+                rows, min(WIDE, n - j), k, a, a_step, b + at, b_step, c + at, c_step, plus, add
+            )
+        return
+    # Tiles of one height: a last one of few rows would have too few sums, too.
     tiles = (rows + MR - 1) // MR
     height = (rows + tiles - 1) // max(1, tiles)
     row = SIZE if DOWN else a_step
@@ -373,8 +383,12 @@ def products(acc: str, down: bool) -> specialise.Kernel:
     r = library.registers(acc)
     # LLVM spills a register where all are taken: with 14 rows the speed is half of that with 13.
     rows = r.mr - 1
+    wide = min(8, rows * r.vectors // FEW)
     return specialise.kernel(
         product,
+        FEW_ROWS=inplace.make_tile(acc, r.vector_bytes, FEW, wide, down),
+        FEW=FEW,
+        WIDE=wide,
         TILE=inplace.make_tile(acc, r.vector_bytes, rows, r.vectors, down),
         DOWN=down,
         MR=rows,
