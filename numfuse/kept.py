@@ -1,4 +1,4 @@
-"""What a network's forward keeps for its backward."""
+"""The inputs and sums that a network's forward keeps for its backward."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@
 - `slabs`: the same on the host, for what a call holds between its operations
 - `views`: views of device memory, without the device
 - `strided`: strided parts of buffers of a device
+- `fingerprint`, `array_objects`: the form of a call's operands as one key, read natively
 - `replay`: recorded calls by what they depend on
 - `threads`: how many threads a call may use
 """

@@ -13,185 +13,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import NativeValue, box, intrinsic, models, register_model, unbox
 from numpy import ndarray
-
-from numfuse.runtime import specialise
-
-# ruff: noqa: F821  (the free names of a template are bound at specialisation)
-# mypy: disable-error-code="name-defined"
-
-specialise.register(__name__, __file__)
 
 #: What tells forms apart, out of NumPy's flags of an array: ALIGNED says that it can be read here.
 C_CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
-#: Bytes of an element, at the most.
-LARGEST = 32
-_I64 = ir.IntType(64)
-
-
-def read(operands: Any, array_type: int, nothing: int) -> Any:
-    """Return the form of a tuple of arrays and Nones as bytes; None where something else is there.
-
-    An array is its dimensions and flags, the address of its dtype, its shape and, where these do
-    not follow from it, its strides.
-    """
-    items = ADDRESS(operands) + ITEMS
-    count = WORDS(ADDRESS(operands) + COUNT)[0]
-    total = 0
-    for i in range(count):
-        x = WORDS(items)[i]
-        total += 1
-        if x == nothing:
-            continue
-        if WORDS(x + TYPE)[0] != array_type:
-            return NONE()
-        flags = WORDS(x + FLAGS)[0]
-        if flags & ALIGNED == 0:
-            return NONE()
-        axes = WORDS(x + AXES)[0] & 0xFFFFFFFF
-        total += 1 + (axes if flags & C_CONTIGUOUS != 0 else 2 * axes)
-    form = BYTES(8 * total)
-    to = WORDS(ADDRESS(form) + TEXT)
-    at = 0
-    for i in range(count):
-        x = WORDS(items)[i]
-        if x == nothing:
-            to[at] = -1
-            at += 1
-            continue
-        flags = WORDS(x + FLAGS)[0] & (C_CONTIGUOUS | WRITEABLE)
-        axes = WORDS(x + AXES)[0] & 0xFFFFFFFF
-        to[at] = axes | flags << 32
-        to[at + 1] = WORDS(x + DTYPE)[0]
-        at += 2
-        shape, strides = WORDS(WORDS(x + SHAPE)[0]), WORDS(WORDS(x + STRIDES)[0])
-        for axis in range(axes):
-            to[at] = shape[axis]
-            at += 1
-        if flags & C_CONTIGUOUS == 0:
-            for axis in range(axes):
-                to[at] = strides[axis]
-                at += 1
-    return form
-
-
-def separate(arrays: Any, count: int, itemsize: int, nothing: int) -> bool:
-    """Return whether the last `count` arrays of a tuple overlap no other, by their bounds.
-
-    The tuple has a form (`read`), and these are of one dtype, whose elements have `itemsize`.
-    """
-    items = ADDRESS(arrays) + ITEMS
-    total = WORDS(ADDRESS(arrays) + COUNT)[0]
-    dtype = 0
-    for i in range(total - count, total):
-        x = WORDS(items)[i]
-        if x == nothing:
-            continue
-        if dtype == 0:
-            dtype = WORDS(x + DTYPE)[0]
-        elif dtype != WORDS(x + DTYPE)[0]:
-            return False
-        low, high = BOUNDS(x, itemsize)
-        for j in range(i):
-            y = WORDS(items)[j]
-            if y != nothing:
-                size = itemsize if WORDS(y + DTYPE)[0] == dtype else LARGEST
-                first, end = BOUNDS(y, size)
-                if first < high and low < end:
-                    return False
-    return True
-
-
-def bounds(x: int, itemsize: int) -> tuple[int, int]:
-    """Return where the memory of an array begins and ends."""
-    low = high = WORDS(x + DATA)[0]
-    shape, strides = WORDS(WORDS(x + SHAPE)[0]), WORDS(WORDS(x + STRIDES)[0])
-    for axis in range(WORDS(x + AXES)[0] & 0xFFFFFFFF):
-        if shape[axis] == 0:
-            return low, low
-        way = (shape[axis] - 1) * strides[axis]
-        low += min(0, way)
-        high += max(0, way)
-    return low, high + itemsize
-
-
-# --- objects of Python in compiled code ---------------------------------------------------------
-class _Object(types.Opaque):
-    """An object of Python: a reference that the caller has."""
-
-    def __init__(self) -> None:
-        super().__init__("object")
-
-
-_OBJECT = _Object()
-register_model(_Object)(models.OpaqueModel)
-
-
-@box(_Object)
-def _box(kind: Any, value: ir.Value, c: Any) -> ir.Value:
-    return c.builder.bitcast(value, c.pyapi.pyobj)
-
-
-@unbox(_Object)
-def _unbox(kind: Any, value: ir.Value, c: Any) -> Any:
-    return NativeValue(c.builder.bitcast(value, c.context.get_value_type(kind)))
-
-
-def _made_by_python(builder: ir.IRBuilder, context: Any, found: ir.Value) -> ir.Value:
-    return builder.bitcast(found, context.get_value_type(_OBJECT))
-
-
-@intrinsic
-def _address(typing: Any, x: Any) -> Any:
-    """Return the address of an object."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
-        return builder.ptrtoint(args[0], _I64)
-
-    return types.int64(_OBJECT), emit
-
-
-@intrinsic
-def _words(typing: Any, address: Any) -> Any:
-    """Return what is at an address as a pointer to words."""
-    pointer = types.CPointer(types.int64)
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
-        return builder.inttoptr(args[0], context.get_value_type(pointer))
-
-    return pointer(types.int64), emit
-
-
-@intrinsic
-def _bytes(typing: Any, size: Any) -> Any:
-    """Return new bytes, whose text the caller writes; what Python raises where it has no memory."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
-        api = context.get_python_api(builder)
-        nowhere = ir.Constant(_I64, 0).inttoptr(ir.IntType(8).as_pointer())
-        made = api.bytes_from_string_and_size(nowhere, args[0])
-        return _made_by_python(builder, context, made)
-
-    return _OBJECT(types.int64), emit
-
-
-@intrinsic
-def _none(typing: Any) -> Any:
-    """Return None."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> ir.Value:
-        return _made_by_python(builder, context, context.get_python_api(builder).make_none())
-
-    return _OBJECT(), emit
-
-
-_PARTS: dict[str, Any] = {"ADDRESS": _address, "WORDS": _words, "BYTES": _bytes, "NONE": _none}
-for _name, _made in _PARTS.items():
-    _made.numfuse_key = _name
-
 #: Bytes of an object's header; a type is its last word, and behind it an array has its fields.
 HEADER, WORD = object.__basicsize__, ctypes.sizeof(ctypes.c_void_p)
 _FIELDS = ("DATA", "AXES", "SHAPE", "STRIDES", "BASE", "DTYPE", "FLAGS")
@@ -250,20 +75,17 @@ def _asked(operands: tuple[Any, ...]) -> Hashable:
 
 
 @functools.cache
-def _native() -> Callable[[Any, int, int], Any]:
-    signature = _OBJECT(_OBJECT, types.int64, types.int64)
+def _native() -> tuple[Callable[..., Any], Callable[..., bool]] | None:
+    """Return what writes forms and what compares bounds; None where Python has to."""
+    if not LEGIBLE:
+        return None
+    try:
+        from numfuse.runtime import array_objects
+    except ImportError:  # without Numba
+        return None
     masks = {"C_CONTIGUOUS": C_CONTIGUOUS, "ALIGNED": ALIGNED, "WRITEABLE": WRITEABLE}
-    made = specialise.entry(read, signature, nogil=False, **_PARTS, **_PLACES, **masks)
-    return made.overloads[signature.args].entry_point
-
-
-@functools.cache
-def _native_separate() -> Callable[[Any, int, int, int], bool]:
-    signature = types.boolean(_OBJECT, types.int64, types.int64, types.int64)
-    names = {"ADDRESS": _address, "WORDS": _words, "LARGEST": LARGEST, **_PLACES}
-    own = specialise.device(bounds, **names)
-    made = specialise.entry(separate, signature, nogil=False, BOUNDS=own, **names)
-    return made.overloads[signature.args].entry_point
+    names = _PLACES | masks
+    return array_objects.reader(names), array_objects.separator(names)
 
 
 _KINDS = id(ndarray), id(None)
@@ -276,9 +98,9 @@ def form_of(operands: tuple[Any, ...]) -> Hashable:
     None is returned where something else is in it, or an array that is not aligned. A dtype is in
     the form by its address: who keeps a form keeps the dtypes alive.
     """
-    if LEGIBLE:
-        return _native()(operands, *_KINDS)
-    return _asked(operands)
+    native = _native()
+    form: Hashable = _asked(operands) if native is None else native[0](operands, *_KINDS)
+    return form
 
 
 def lie_apart(operands: tuple[Any, ...], outs: tuple[Any, ...]) -> bool:
@@ -286,12 +108,13 @@ def lie_apart(operands: tuple[Any, ...], outs: tuple[Any, ...]) -> bool:
 
     All of them have a form. False is also returned where outputs have several dtypes.
     """
-    if not LEGIBLE:
+    native = _native()
+    if native is None:
         return _lie_apart(operands, outs)
     for x in outs:
         if x is not None:
             every = *operands, *outs
-            return _native_separate()(every, len(outs), x.itemsize, _KINDS[1])
+            return native[1](every, len(outs), x.itemsize, _KINDS[1])
     return True
 
 

@@ -276,6 +276,7 @@ def arrays():
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_forms_are_alike_where_what_numpy_tells_is(data):
+    """Guards: no call is taken for another, whatever its arrays are."""
     known = arrays()
     pick = st.lists(st.sampled_from(range(len(known))), max_size=4)
     one, two = (tuple(known[i] for i in data.draw(pick)) for _ in range(2))
@@ -286,6 +287,7 @@ def test_forms_are_alike_where_what_numpy_tells_is(data):
 
 
 def test_what_is_no_plain_array_has_no_form():
+    """Guards: what an adapter or a check has to see goes the long way."""
     base = np.zeros(9)
     unaligned = np.zeros(17, np.uint8)[1:].view(np.float64)
     for x in (base.view(Own), 3.0, [base], np.float64(1), unaligned, np.ma.masked_array(base)):
@@ -301,6 +303,7 @@ def test_this_interpreter_can_be_read():
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_arrays_lie_apart_where_numpy_says_so(data):
+    """Guards: an output that overlaps an operand is refused, every time."""
     memory = np.zeros(40, np.float32)
 
     def one():
@@ -315,4 +318,5 @@ def test_arrays_lie_apart_where_numpy_says_so(data):
 
 
 def test_outputs_of_several_dtypes_are_not_said_to_lie_apart():
+    """Guards: what is not known to be apart is checked."""
     assert not fingerprint.lie_apart((), (np.zeros(3), np.zeros(3, np.float32)))

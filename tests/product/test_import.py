@@ -197,12 +197,14 @@ ARROWS: dict[str, set[str]] = {
     "expr": {"language"},
     "epilogues": {"language"},
     "runtime": {"expr", "language"},
+    "kept": {"runtime"},
     "activations": {"errors", "expr", "language", "runtime"},
     "problem": {"activations", "epilogues", "language"},
     "backends": {"errors", "runtime"},
     "backends.reference": {"backends", "epilogues", "language", "problem"},
     "backends.cpu": {
-        "backends", "epilogues", "errors", "expr", "language", "problem", "runtime", "tiling",
+        "backends", "epilogues", "errors", "expr", "kept", "language", "problem", "runtime",
+        "tiling",
     },
     "backends.cuda": {
         "activations", "backends", "epilogues", "errors", "expr", "language", "problem", "runtime",
@@ -225,16 +227,26 @@ ARROWS: dict[str, set[str]] = {
     "epilogue_jets": {
         "backends", "definitions", "functional", "fused_operations", "jets", "problem", "runtime",
     },
-    "perceptron": {"activations", "functional", "jets", "problem", "runtime", "tiling"},
-    "networks": {"backends", "functional", "perceptron", "problem", "runtime"},
-    "chains": {"differentials", "functional", "networks", "perceptron", "problem", "runtime"},
-    "multilayer": {"backends", "chains", "functional", "perceptron", "problem"},
+    "packs": {"problem", "runtime"},
+    "repeats": {"activations", "backends", "kept", "packs", "problem", "runtime"},
+    "perceptron": {
+        "activations", "functional", "jets", "kept", "packs", "problem", "runtime", "tiling",
+    },
+    "networks": {
+        "backends", "functional", "kept", "packs", "perceptron", "problem", "repeats", "runtime",
+    },
+    "chains": {
+        "differentials", "functional", "kept", "networks", "perceptron", "problem", "runtime",
+    },
+    "multilayer": {
+        "backends", "chains", "functional", "kept", "networks", "perceptron", "problem", "repeats",
+    },
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "chains",
         "definitions", "devices", "differentials", "epilogue_jets", "epilogues", "errors", "expr",
-        "functional", "fused_operations", "fusion", "gated", "jets", "language", "multilayer",
-        "networks", "operations", "perceptron", "problem", "runtime",
+        "functional", "fused_operations", "fusion", "gated", "jets", "kept", "language",
+        "multilayer", "networks", "operations", "perceptron", "problem", "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {
@@ -243,8 +255,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "numfuse": {
         "activations", "backends", "definitions", "devices", "differentials", "epilogue_jets",
-        "errors", "functional", "fusion", "gated", "jets", "multilayer", "networks", "registry",
-        "runtime", "webgpu",
+        "errors", "functional", "fusion", "gated", "jets", "multilayer", "networks", "packs",
+        "registry", "runtime", "webgpu",
     },
     # The public functions only, but for the benchmark's ceilings, PyTorch's modules and what `info`
     # tells of JAX.
