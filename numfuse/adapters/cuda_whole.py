@@ -74,7 +74,8 @@ class NetworkOperation(Operation):
             table = np.frombuffer(weights, x.dtype).reshape(seconds, len(wide))
         layers = [arrays[f"weights_{i}"].shape[1] for i in range(self.layers)]
         widths = (x.shape[1], *layers)
-        how = activation, widths, len(x), x.dtype, wide, table, pattern, seconds, guard
+        every = (*[activation] * (self.layers - 1), get("none"))
+        how = every, widths, len(x), x.dtype, wide, table, pattern, seconds, guard
         keep = "kept" in arrays
         kept = keep and not self.backward, keep and self.backward
         return NetworkProblem(*how, self.backward, *kept, arrays, results)
