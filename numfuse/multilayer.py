@@ -82,6 +82,9 @@ def mlp(
     call = Chain("mlp", x, weights, biases, activation, final, True, backend)
     net, kept = call.net, Kept([], []) if keep else None
     if net is None:
+        made = call.at_once(None, (), out)
+        if made is not None:
+            return (made, Kept()) if keep else made
         made = call.run(kept, out)
         return (made, kept) if keep else made
     shape, others = net.shapes[0], dict(net.given)
@@ -163,6 +166,10 @@ def mlp_bwd(
             d_x, pairs = found
             every = (d_x, *map(tuple, zip(*pairs, strict=True)))
             return NetworkGradients(*map(call.rounded, only(every, NEEDS, wanted)))
+    elif kept is None:
+        found = call.at_once(grad, wanted)
+        if found is not None:
+            return found
     if kept is None:
         call.run(kept := Kept([], []))
     return NetworkGradients(*map(call.rounded, call.back(grad, kept, wanted)))

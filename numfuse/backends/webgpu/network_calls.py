@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
     from numfuse.backends.webgpu.face import WebGpuBackend
 
-_RESULTS = "u", "u_dot", "u_ddot"
-_GRADS = "grad", "grad_dot", "grad_ddot"
+#: What a problem calls the results of a jet, and their cotangents.
+RESULTS = "u", "u_dot", "u_ddot"
+GRADS = "grad", "grad_dot", "grad_ddot"
 
 
 def problem_of(
@@ -81,7 +82,7 @@ def _run(backend: WebGpuBackend, net: Any, arrays: dict[str, ndarray], backward:
         program = HostProgram.of(device, kind_of(p), p, tuple(arrays))
         if program is None:
             return False
-        formulas = formulas_of(f.curve for f in p.activations)
+        formulas = formulas_of(tuple(f.curve for f in p.activations))
         device.hosted.keep(key, program, formulas, program.program.nbytes)
     program.run(tuple(arrays.values()))
     return True
@@ -98,7 +99,7 @@ def forward(backend: WebGpuBackend, net: Any, made: Sequence[ndarray]) -> bool:
     if arrays is None:
         return False
     found = [_rows(y, i > 0) for i, y in enumerate(made)]
-    arrays |= {name: y for name, y in zip(_RESULTS, found, strict=False) if y.size}
+    arrays |= {name: y for name, y in zip(RESULTS, found, strict=False) if y.size}
     if not _run(backend, net, arrays, False):
         return False
     for y, rows in zip(made, found, strict=True):
@@ -114,7 +115,7 @@ def backward(
     arrays = _operands(net)
     if arrays is None or not needs:
         return None
-    for i, (name, y) in enumerate(zip(_GRADS, given, strict=True)):
+    for i, (name, y) in enumerate(zip(GRADS, given, strict=True)):
         if y is not None and y.size:
             arrays[name] = _rows(y, i > 0)
     d_x = np.empty(net.x.shape, net.acc) if "x" in needs else None
