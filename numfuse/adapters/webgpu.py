@@ -251,9 +251,7 @@ def again(operation: Operation, *call: Any) -> Any:
 epilogue_jet = jet
 
 
-def _network(
-    backend: Any, store: Store, kind: str, p: Any, known: dict[int, DeviceArray]
-) -> Any:
+def _network(backend: Any, store: Store, kind: str, p: Any, known: dict[int, DeviceArray]) -> Any:
     """Run the problem of a network; see `_run`."""
     return _run(_backend(backend, store.device), store, kind, p, known)
 

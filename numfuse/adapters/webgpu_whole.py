@@ -116,6 +116,7 @@ class Whole:
 
     def __init__(self, of: stacks.DeviceNetwork, run: Callable[..., Any]) -> None:
         self._of, self._run = of, run
+        self._device: Any = of.device
 
     def problem(self, backward: bool, more: Mapping[str, Any]) -> NetworkProblem | None:
         """Return the problem of the network's arrays and more; None where it does not go so."""
@@ -130,13 +131,13 @@ class Whole:
             if len(bias.shape) > 2:
                 return None
             arrays[f"biases_{i}"] = bias.ghost.reshape(-1)
-        return problem_of(of.device, of.net, arrays | dict(more), backward)
+        return problem_of(self._device, of.net, arrays | dict(more), backward)
 
     def _call(self, p: NetworkProblem, read: Sequence[Any], written: dict[int, Any]) -> Any:
         """Run a problem; `written` has the caller's arrays for its results, by their ghosts."""
         of = self._of
         given = [y for y in (of.x, *of.weights, *of.biases, *read) if y is not None]
-        store = Store(of.device, given, [*written.values()])
+        store = Store(self._device, given, [*written.values()])
         return self._run(of.backend, store, kind_of(p), p, written)
 
     def forward(self, results: Sequence[DeviceArray], keep: bool) -> None:

@@ -1,7 +1,7 @@
 """Hop 2 of networks that run whole: a perceptron's jet, or its gradients, as one problem.
 
-A backend takes it where it has a kernel for all layers (`plan.networks` of CUDA, `lower.networks` of
-WebGPU); elsewhere, and for all other networks, the layers are problems of their own
+A backend takes it where it has a kernel for all layers (`plan.networks` of CUDA, `lower.networks`
+of WebGPU); elsewhere, and for all other networks, the layers are problems of their own
 (:mod:`numfuse.problem.jets`).
 """
 

@@ -109,9 +109,15 @@ def without_bias(jet, *absent):
 
 def exact_forward(given, weights, f, backend):
     """(value, directions, second derivatives), each with its error."""
-    dtype, activation = given["a"].dtype, nf.activations()[f]
-    z, dots, ddots, table, u = ahead(given, weights, f, backend)
-    jet = without_bias(layer_jet(activation.curve))
+    *sums, table, _ = ahead(given, weights, f, backend)
+    return results_of(sums, table, f, given["a"].dtype, backend)
+
+
+def results_of(sums, table, f, dtype, backend):
+    """A layer's results by its sums, (z, directions, second derivatives or None)."""
+    z, dots, ddots = sums
+    u = tolerance.roundoff(tolerance.accumulator(dtype))
+    jet = without_bias(layer_jet(nf.activations()[f].curve))
 
     def run(part, **leaves):
         leaves = {name: x for name, x in leaves.items() if name in part.inputs}
@@ -131,17 +137,24 @@ def exact_forward(given, weights, f, backend):
 
 def exact_backward(grads, given, weights, f, backend):
     """The gradients by the sums, each with its error."""
-    dtype, activation = given["a"].dtype, nf.activations()[f]
-    z, dots, ddots, table, u = ahead(given, weights, f, backend)
-    jet = without_bias(layer_jet_backward(activation.curve))
-    shape = z.value.shape
-    zero = Running.of(np.zeros(shape))
+    *sums, table, _ = ahead(given, weights, f, backend)
+    zero = Running.of(np.zeros(sums[0].value.shape))
 
     def members(x, count):
         return [zero] * count if x is None else [Running.of(y) for y in x]
 
     g = zero if grads[0] is None else Running.of(grads[0])
-    g_dot, g_ddot = members(grads[1], len(dots)), members(grads[2], len(table))
+    given_grads = g, members(grads[1], len(sums[1])), members(grads[2], len(table))
+    return slopes_of(given_grads, sums, table, f, given["a"].dtype, backend)
+
+
+def slopes_of(grads, sums, table, f, dtype, backend):
+    """The gradients by a layer's sums of cotangents that have errors; see `results_of`."""
+    (g, g_dot, g_ddot), (z, dots, ddots) = grads, sums
+    u = tolerance.roundoff(tolerance.accumulator(dtype))
+    jet = without_bias(layer_jet_backward(nf.activations()[f].curve))
+    shape = z.value.shape
+    zero = Running.of(np.zeros(shape))
 
     def run(part, **leaves):
         leaves = {name: x for name, x in leaves.items() if name in part.inputs}

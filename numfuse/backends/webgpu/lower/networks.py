@@ -1,10 +1,10 @@
 """A whole network's jet as one dispatch, and its gradients as one and the joins of partial sums.
 
 A dispatch before it packs weights and biases, of any strides, to one buffer, as a device binds few
-arrays. A workgroup takes its tiles of points through all layers (`network.wgsl`). That of a backward
-has a plane of the gradients of all weights and biases, to which it adds tile by tile; the planes are
-joined in their order. What a workgroup does, and how many there are, depends on shapes and on the
-device's limits alone, and so do the bits.
+arrays. A workgroup takes its tiles of points through all layers (`network.wgsl`). That of a
+backward has a plane of the gradients of all weights and biases, to which it adds tile by tile; the
+planes are joined in their order. What a workgroup does, and how many there are, depends on shapes
+and on the device's limits alone, and so do the bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.lower.places import BINDINGS
 from numfuse.backends.webgpu.lower.sums import join
+from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.networks import (
     ARRAY,
     LAYER,
@@ -28,7 +29,6 @@ from numfuse.backends.webgpu.shaders.networks import (
     Pack,
     Parts,
 )
-from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.jets import formulas_of
 from numfuse.problem.operands import format_of
@@ -325,8 +325,8 @@ class _Network:
             own = p.arrays.get(f"d_{x.name}")
             if own is not None:
                 axes = slice(-own.ndim, None)
-                shape, strides = (x.rows, x.columns)[axes], (x.pitch, 1)[axes]
-                part = replace(flat, offset=flat.offset + x.at, shape=shape, strides=strides)
+                how: Any = {"shape": (x.rows, x.columns)[axes], "strides": (x.pitch, 1)[axes]}
+                part = replace(flat, offset=flat.offset + x.at, **how)
                 copy(store.commands, part, store.target(own))
 
 

@@ -32,6 +32,38 @@ fn backward_$i(at: u32, lane: u32, step: u32, from_: u32, from_step: u32, straig
 
 //$ end
 //$ end
+// A pass over the tile's points in a layer of `n` columns: from their sums to their results, or
+// `back` to the gradients by the sums, which are in `work` then.
+fn pass_over(t: u32, f: u32, points: u32, n: u32, straight: u32, back: bool, sums: u32) {
+    let wide = (n + 3u) / 4u;
+    for (var e = t; e < points * wide; e += ${INVOCATIONS}u) {
+        let at = e / wide * ${PITCH}u + e % wide;
+        // Neighbours begin at other lanes: other banks of workgroup memory.
+        for (var j = 0u; j < 4u; j++) {
+            let lane = (j + (t >> 3u)) & 3u;
+            if (e % wide * 4u + lane >= n) {
+                continue;
+            }
+            switch (f) {
+                //$ for i, forward, backward in POINTS:
+                case ${i}u: {
+                    //$ if BACKWARD:
+                    if (back) {
+                        backward_$i(at, lane, points * ${PITCH}u, sums + e, points * wide, straight);
+                    } else {
+                        forward_$i(at, lane, points * ${PITCH}u, straight);
+                    }
+                    //$ else:
+                    forward_$i(at, lane, points * ${PITCH}u, straight);
+                    //$ end
+                }
+                //$ end
+                default: {}
+            }
+        }
+    }
+}
+
 // Which of four columns there are.
 fn inside(column: u32, n: u32) -> vec4<bool> {
     return vec4<u32>(column, column + 1u, column + 2u, column + 3u) < vec4<u32>(n);
@@ -126,7 +158,7 @@ fn main(
                         let row = e / wide;
                         let column = e % wide;
                         //$ for a in GRADS:
-                        //$ for i in range(a.count):
+                        //$ for i in range(a.number):
                         {
                             var found = vec4<f32>();
                             if ((p.given & ${a.bit}u) != 0u) {
@@ -140,22 +172,7 @@ fn main(
                     workgroupBarrier();
                 }
                 if (f != 0u) {
-                    let wide = (n + 3u) / 4u;
-                    let sums = kept + table[words + ${SUMS}u];
-                    for (var e = t; e < points * wide; e += ${INVOCATIONS}u) {
-                        let at = e / wide * ${PITCH}u + e % wide;
-                        for (var j = 0u; j < 4u; j++) {
-                            let lane = (j + (t >> 3u)) & 3u;
-                            if (e % wide * 4u + lane < n) {
-                                switch (f) {
-                                    //$ for i, forward, backward in POINTS:
-                                    case ${i}u: { backward_$i(at, lane, points * ${PITCH}u, sums + e, points * wide, straight); }
-                                    //$ end
-                                    default: {}
-                                }
-                            }
-                        }
-                    }
+                    pass_over(t, f, points, n, straight, true, kept + table[words + ${SUMS}u]);
                     workgroupBarrier();
                 }
                 if (p.by_weights != 0u) {
@@ -374,21 +391,7 @@ fn main(
             let passes = f != 0u;
             //$ end
             if (passes) {
-                for (var e = t; e < points * wide; e += ${INVOCATIONS}u) {
-                    let at = e / wide * ${PITCH}u + e % wide;
-                    // Neighbours begin at other lanes: other banks of workgroup memory.
-                    for (var j = 0u; j < 4u; j++) {
-                        let lane = (j + (t >> 3u)) & 3u;
-                        if (e % wide * 4u + lane < n) {
-                            switch (f) {
-                                //$ for i, forward, backward in POINTS:
-                                case ${i}u: { forward_$i(at, lane, points * ${PITCH}u, straight); }
-                                //$ end
-                                default: {}
-                            }
-                        }
-                    }
-                }
+                pass_over(t, f, points, n, straight, false, 0u);
                 workgroupBarrier();
             }
         }
@@ -408,7 +411,7 @@ fn main(
             let row = e / n;
             let column = e % n;
             //$ for a in OUTS:
-            //$ for i in range(a.count):
+            //$ for i in range(a.number):
             ${a.name}[p.${a.name} + ${i}u * p.${a.name}_member + (first + row) * p.${a.name}_row + column * p.${a.name}_column] = ${GIVE}(tile[(${a.first + i}u * points + row) * ${PITCH}u + column / 4u][column % 4u]);
             //$ end
             //$ end

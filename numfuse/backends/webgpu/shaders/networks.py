@@ -54,7 +54,7 @@ class _Member(NamedTuple):
     """Arrays of a point as the template sees them: how many, the first one's number, their bit."""
 
     name: str
-    count: int
+    number: int
     first: int
     bit: int
 
@@ -142,7 +142,7 @@ class NetworkPass(Shader):
             (self._places(sums, "at", "step"), ("out", "out_dot", "out_ddot")),
             (self._places(sums, "from_", "from_step") | grads, ("d_z", "d_z_dot", "d_z_ddot")),
         )
-        printed, found = dict[str, Any](), []
+        printed, found = dict[str, Any](), list[tuple[int, str, str]]()
         for i, activation in enumerate(self.activations, 1):
             lines = ["", ""]
             for back, (load, results) in enumerate(ways[: 1 + self.backward]):
@@ -161,7 +161,7 @@ class NetworkPass(Shader):
                 end = f"_{i}_back" if back else f"_{i}"
                 made, lines[back] = point(activation[back], "float32", words, end)
                 printed |= made
-            found.append((i, *lines))
+            found.append((i, lines[0], lines[1]))
         return printed, found
 
     def text(self) -> str:
