@@ -37,7 +37,7 @@ class Raw(tuple[Any, ...]):
 
 
 class _Latest(threading.local):
-    """What this thread's latest backward of a whole network made."""
+    """The arrays of this thread's latest backward of a whole network."""
 
     raw: Raw | None = None
 

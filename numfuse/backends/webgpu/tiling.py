@@ -148,11 +148,13 @@ def groups(blocks: int, segments: int, room: int) -> int:
 #: Columns to which the layers of a network are padded: what a 64 x 64 slice of weights in float32
 #: takes, 16 KiB, is the least workgroup memory that a device has.
 NETWORK_WIDTHS = 32, 64
-#: Workgroups of a backward, at the most; each has a plane of the gradients of all weights, and its
-#: points' inputs and sums of every layer in device memory. For 4 x 64 in float32 and tiles of 64
-#: rows these are 81 and 128 KiB a workgroup: beyond the 48 KiB of workgroup memory that there are,
-#: and in the second level of a large device's cache (50 MB) for those that run at a time. 528 are
-#: four for each of 132 multiprocessors.
+#: Workgroups of a backward, at the most: four for each of 132 multiprocessors. Each has a plane of
+#: the gradients of all weights, and its points' inputs and sums of every layer, in device memory.
+#: For 4 x 64 in float32 and tiles of 64 rows these are 51 and 130 KiB a workgroup, where workgroup
+#: memory has 16 to 48: a tile's rows in one layer, and its inputs there or a layer's weights, take
+#: 32 to 34. Sums and inputs are written and read once each, 520 bytes for a row and a layer of 64
+#: columns both ways, for 3 x 8192 flops. To make the inputs again from the sums would read as much
+#: and take each activation once more.
 NETWORK_GROUPS = 528
 
 
