@@ -243,6 +243,15 @@ def test_a_device_of_the_least_limits_takes_a_network_at_once(submits, poison):
     close(got, jets(host, grads, backend="reference")[0])
 
 
+def test_more_rows_of_a_point_than_half_a_tile_go_layer_by_layer():
+    host = network((2, 5, 1), 3)
+    how = {"directions": np.ones((40, 2)), "second": np.ones((1, 40))}
+    wanted = nf.mlp_jet(*host, **how, backend="reference")
+    for got in (nf.mlp_jet(*host, **how, backend="webgpu"), nf.mlp_jet(*moved(host), **how)):
+        assert not nf.last_call().kernel.startswith("network")
+        close(got, wanted)
+
+
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["wide", "batch"])
 def test_what_does_not_go_at_once_goes_layer_by_layer(batch):
     x, weights, biases = network((2, 9 if batch else 65, 1), 9)

@@ -152,9 +152,9 @@ NETWORK_WIDTHS = 32, 64
 #: the gradients of all weights, and its points' inputs and sums of every layer, in device memory.
 #: For 4 x 64 in float32 and tiles of 64 rows these are 51 and 130 KiB a workgroup, where workgroup
 #: memory has 16 to 48: a tile's rows in one layer, and its inputs there or a layer's weights, take
-#: 32 to 34. Sums and inputs are written and read once each, 520 bytes for a row and a layer of 64
-#: columns both ways, for 3 x 8192 flops. To make the inputs again from the sums would read as much
-#: and take each activation once more.
+#: 32 to 34. Sums and inputs are written and read once each: 1 KiB for a row and a layer of 64
+#: columns, where three products take 24,576 flops. To make the inputs again from the sums would
+#: take a quarter less, and each activation once more.
 NETWORK_GROUPS = 528
 
 
