@@ -228,19 +228,51 @@ def test_any_number_of_workgroups_adds_up_all_points(monkeypatch, groups, poison
     close(got, jets(host, grads, backend="reference")[0])
 
 
-def test_a_device_of_the_least_limits_takes_a_network_at_once(submits, poison):
-    least = {"max-compute-workgroup-storage-size": 16384, "max-storage-buffers-per-shader-stage": 8}
-    least["max-compute-invocations-per-workgroup"] = 256
-    small = WebGpuBackend(limits=least)
-    host = network((2, 64, 64, 61, 5, 1), 45)
+def test_more_workgroups_than_a_row_of_a_grid_has(monkeypatch):
+    host = network((2, 7, 1), 300)
     grads = cotangents(*host)
-    jets(host, grads, backend=small)
-    submits.clear()
-    got, ran = jets(host, grads, backend=small)
+    wanted, _ = jets(host, grads, backend="webgpu")
+    BACKEND.device.hosted.clear()
+    monkeypatch.setattr(BACKEND.device, "grid_limit", 5)
+    same(jets(host, grads, backend="webgpu")[0], wanted)
+    BACKEND.device.hosted.clear()
+
+
+LEAST = {
+    "max-compute-workgroup-storage-size": 16384,
+    "max-storage-buffers-per-shader-stage": 8,
+    "max-compute-invocations-per-workgroup": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [(LEAST, (2, 64, 64, 61, 5, 1)), ({}, (2, 64, 33, 5)), ({}, (3, 20, 31, 1))],
+    ids=["least", "GPU", "narrow"],
+)
+def test_other_devices_take_a_network_at_once(monkeypatch, submits, poison, limits, sizes):
+    """Guards: tiles of a GPU, and of 16 KiB of workgroup memory; eight bindings."""
+    monkeypatch.setattr(tiling, "_CPU_NETWORKS", tiling._NETWORKS)
+    other = WebGpuBackend(limits=limits)
+    host = network(sizes, 45)
+    grads = cotangents(*host)
+    how = {"directions": np.eye(2, sizes[0]), "second": SECOND}
+    got, ran = jets(host, grads, backend=other, **how)
     assert ran == KERNELS
-    # six arrays are packed at a time
-    assert [x[:3] for x in submits] == [["pack", "pack", "network"]] * 2
-    close(got, jets(host, grads, backend="reference")[0])
+    # Of eight bindings, six are weights and biases: ten take two dispatches.
+    assert sum(x.count("pack") for x in submits) == (4 if len(sizes) == 6 else 2)
+    close(got, jets(host, grads, backend="reference", **how)[0])
+
+
+def test_a_tile_fits_the_memory_of_its_device():
+    """Guards: weights of 64 x 64 whole where there is room, in slices where 16 KiB are all."""
+    sizes = 48, 32, 16, 15
+    found = [tiling.network_tile(64, kib << 10, 256, False) for kib in sizes]
+    assert [t and (t.rows, t.slice, t.pitch) for t in found] == [
+        (64, 64, 17), (64, 64, 16), (32, 32, 16), None,
+    ]  # fmt: skip
+    assert all(t is None or t.nbytes <= kib << 10 for t, kib in zip(found, sizes, strict=True))
+    assert tiling.network_tile(65, 1 << 20, 1024, False) is None
 
 
 def test_more_rows_of_a_point_than_half_a_tile_go_layer_by_layer():
