@@ -38,7 +38,7 @@ EVERY = ("x", "weights", "biases")
 
 def share(backend):
     """One of so many examples: CPUs take seconds for the kernels of one, and have other tests."""
-    return 7 if traits(backend).memory == "device" else 21
+    return 8 if traits(backend).memory == "device" else 21
 
 
 @st.composite
