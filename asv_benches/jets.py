@@ -4,7 +4,8 @@
 of each library in the same process by turns, with random points and weights, and prints medians.
 
 ``--webgpu`` runs float32 rows on a WebGPU device, beside numfuse's own nested way there (HIPS
-autograd over its layers).
+autograd over its layers). ``--layers`` runs networks there at once, as numfuse does, beside their
+layers one by one, in wall time with the operands on the device.
 
 - numfuse: :func:`numfuse.mlp_jet`, the residual in NumPy, :func:`numfuse.mlp_jet_bwd`; with what
   the forward kept, and by blocks that are made again.
@@ -100,6 +101,75 @@ def webgpu_calls(x: np.ndarray, layers: Layers) -> dict[str, Callable[[], Any]]:
             return fused()
 
     return {"numfuse, kept": jets, "numfuse, nested": nested}
+
+
+def layered_calls(x: np.ndarray, layers: Layers) -> dict[str, tuple[Any, Any]]:
+    """Return {name: (the call, the same layer by layer)} on a WebGPU device."""
+    from numfuse.adapters import stacks
+    from numfuse.backends.webgpu.arrays import DeviceArray, to_device
+
+    one_by_one = stacks.network(lambda *_: stacks.Arrays(to_device, DeviceArray))
+    points, *given = (nf.to_device(y, "webgpu") for y in (x, *(y for pair in layers for y in pair)))
+    weights, biases, second = given[::2], given[1::2], np.array([[1.0, 0.0]])
+    call, form, needs = (points, weights, biases), (None, second), ("weights", "biases")
+    how = "tanh", "none", True, None
+    rng = np.random.default_rng()
+    shapes = (len(x), 1), (2, len(x), 1), (1, len(x), 1)
+    grads = [nf.to_device(rng.standard_normal(y).astype(x.dtype), "webgpu") for y in shapes]
+    _, kept = one_by_one(None, *call, how, form, True, ())
+
+    def forward() -> Any:
+        h, made = points, []
+        for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+            f, inner = "tanh" if i < len(weights) - 1 else "none", h
+            h, pre = nf.matmul_bias_activation(inner, w, b, f, return_pre_activation=True)
+            made.append((inner, w, b, f, pre))
+        return h, made
+
+    def backward(kept_layers: Any) -> Any:
+        g = grads[0]
+        for i, (h, w, b, f, pre) in reversed(list(enumerate(kept_layers))):
+            wanted = ("a", "b", "bias") if i else ("b", "bias")
+            found = nf.matmul_bias_activation_bwd(g, h, w, b, f, needs=wanted, pre_activation=pre)
+            g = found.d_a
+        return found
+
+    made = forward()[1]
+    return {
+        "value": (lambda: nf.mlp(*call), lambda: forward()[0]),
+        "its gradients": (lambda: nf.mlp_bwd(grads[0], *call), lambda: backward(made)),
+        "jet": (
+            lambda: nf.mlp_jet(*call, second=second),
+            lambda: one_by_one(None, *call, how, form, False, ()),
+        ),
+        "the jet's gradients": (
+            lambda: nf.mlp_jet_bwd(*grads, *call, second=second),
+            lambda: one_by_one(grads, *call, how, form, kept, needs),
+        ),
+    }
+
+
+def by_layers(seconds: float) -> None:
+    """Print what networks take at once on a WebGPU device, and layer by layer."""
+    for points, sizes in ((200, (2, *[32] * 4, 1)), (2000, (2, *[32] * 4, 1)),
+                          (20000, (2, *[64] * 4, 1))):  # fmt: skip
+        x, layers = operands(np.random.default_rng(), points, sizes, "float32")
+        waiting = nf.to_device(x[:1], "webgpu")
+        for name, ways in layered_calls(x, layers).items():
+            times: tuple[list[float], list[float]] = [], []
+            for run in ways:
+                run()
+            nf.synchronize(waiting)
+            end = time.perf_counter() + seconds / 4
+            while time.perf_counter() < end or len(times[1]) < 3:
+                for run, found in zip(ways, times, strict=True):
+                    start = time.perf_counter()
+                    run()
+                    nf.synchronize(waiting)
+                    found.append(time.perf_counter() - start)
+            once, layered = (1e3 * float(np.median(t)) for t in times)
+            told = f"{once:.2f} ms, layer by layer {layered:.2f} ms; {layered / once:.2f} times"
+            print(f"{points} points, {sizes}, {name}: {told}", flush=True)
 
 
 def jax_call(x: np.ndarray, layers: Layers) -> Callable[[], Any]:
@@ -223,7 +293,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--peers", default="jax,torch")
     parser.add_argument("--webgpu", action="store_true", help="on a WebGPU device")
+    parser.add_argument("--layers", action="store_true", help="networks there by their layers")
     args = parser.parse_args()
+    if args.layers:
+        by_layers(args.seconds)
+        return
     if args.webgpu:
         on_webgpu(args.seconds)
         return

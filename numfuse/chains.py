@@ -40,10 +40,11 @@ class Chain:
         self.x, self.layers = x, list(zip(w, b, activations, strict=True))
         named = {"x": x} | {f"weights[{i}]": y for i, y in enumerate(w)}
         named |= {f"biases[{i}]": y for i, y in enumerate(b) if y is not None}
-        adapter = adapter_for(**named)
-        #: What an adapter runs a network with as one operation, where it can.
-        self.whole = getattr(adapter, "perceptron", None)
-        if adapter is None:
+        self.adapter = adapter_for(**named)
+        self.given = weights, biases, (activation, final, bool(guard), backend)
+        #: What an adapter runs a network with as one operation to differentiate, where it can.
+        self.whole = getattr(self.adapter, "perceptron", None)
+        if self.adapter is None:
             width = (0, *getattr(x, "shape", ()))[-1]
             none = np.zeros((0, width)), np.zeros((0, 0))
             how = activation, *none, final, guard, backend
@@ -82,6 +83,11 @@ class Chain:
         if isinstance(x, tuple):
             return tuple(map(self.rounded, x))
         return x if x is None or self.net is None else x.astype(self.net.dtype, copy=False)
+
+    def at_once(self, grad: Any, needs: Sequence[str], out: Any = None) -> Any:
+        """Return what an adapter makes of all layers at once; None where it does not."""
+        serve = getattr(self.adapter, "multilayer", None)
+        return None if serve is None else serve(grad, self.x, *self.given, needs, out)
 
     # --- layer by layer -------------------------------------------------------------------------
     def run(self, kept: Kept | None = None, out: Any = None) -> Any:

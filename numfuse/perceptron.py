@@ -42,10 +42,12 @@ class Memory:
             points * prod(net.batches[i + 1]) * w.shape[-1]
             for i, (w, _, _) in enumerate(net.layers)
         ]
-        widest = max(each) * net.members(1)
+        first_input = points * prod(net.batches[0]) * net.x.shape[-1]
+        # (the gradients of x, too, are a stack)
+        widest = max(first_input, *each) * net.members(1)
         self.count = len(net.layers)
         self.keep = keep
-        inputs = [points * prod(net.batches[0]) * net.members(0) * net.x.shape[-1]]
+        inputs = [first_input * net.members(0)]
         inputs += [each[i] * net.members(1) for i in layers] if keep else [widest] * 2
         sums = [each[i] * net.members(i) for i in layers] if keep else []
         sizes = [

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from functools import cache
 from importlib.util import find_spec
 from math import prod
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hypothesis
 import numpy as np
@@ -82,6 +82,22 @@ def backend(request: pytest.FixtureRequest) -> str:
     if not status:
         unavailable(name, str(status))
     return name
+
+
+@pytest.fixture
+def submits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The labels of what WebGPU dispatched, submit by submit."""
+    from numfuse.backends.webgpu.device.device import Device
+
+    found: list[list[str]] = []
+    run = Device.submit
+
+    def submit(self: Device, dispatches: Any, copies: Any = ()) -> None:
+        found.append([how.label.partition(" ")[0] for how, _, _ in dispatches])
+        run(self, dispatches, copies)
+
+    monkeypatch.setattr(Device, "submit", submit)
+    return found
 
 
 @cache

@@ -24,8 +24,8 @@ from numfuse.backends.cuda.call.foreign import Kind, kind_of
 class Own(Arrays):
     """numfuse's own arrays."""
 
-    def whole(self, network: DeviceNetwork, backward: bool) -> Whole | None:
-        return whole(network, network.x.ordinal, backward)
+    def whole(self, network: DeviceNetwork, backward: bool, more: bool = False) -> Whole | None:
+        return None if more else whole(network, network.x.ordinal, backward)
 
 
 class Library(Arrays):
@@ -51,8 +51,8 @@ class Library(Arrays):
         read, ordinal, _ = self.reader.read("x", like)
         return self.reader.maker(ordinal, shape, read.dtype)()
 
-    def whole(self, network: DeviceNetwork, backward: bool) -> Whole | None:
-        return whole(network, self.place(network.x), backward)
+    def whole(self, network: DeviceNetwork, backward: bool, more: bool = False) -> Whole | None:
+        return None if more else whole(network, self.place(network.x), backward)
 
     def jet(self, operation: Any, *call: Any) -> Any:
         return self.functions.jet(operation, *call)

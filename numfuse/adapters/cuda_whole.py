@@ -74,7 +74,8 @@ class NetworkOperation(Operation):
             table = np.frombuffer(weights, x.dtype).reshape(seconds, len(wide))
         layers = [arrays[f"weights_{i}"].shape[1] for i in range(self.layers)]
         widths = (x.shape[1], *layers)
-        how = activation, widths, len(x), x.dtype, wide, table, pattern, seconds, guard
+        every = (*[activation] * (self.layers - 1), get("none"))
+        how = every, widths, len(x), x.dtype, wide, table, pattern, seconds, guard
         keep = "kept" in arrays
         kept = keep and not self.backward, keep and self.backward
         return NetworkProblem(*how, self.backward, *kept, arrays, results)
@@ -128,9 +129,12 @@ class Whole:
         return made
 
     def backward(
-        self, grads: Sequence[Array | None], kept: Array | None
-    ) -> tuple[list[Array | None], list[Array | None]]:
-        """Return the gradients by weights and by biases: parts of one array where these fill it."""
+        self, grads: Sequence[Array | None], kept: Array | None, *_: Any
+    ) -> tuple[None, list[Array | None], list[Array | None]]:
+        """Return no gradient by x, and those by weights and by biases.
+
+        These are parts of one array where they fill it.
+        """
         of, s = self._of, self._sizes
         given = [None if y is not None and 0 in y.shape else y for y in grads]
         (flat,) = self._run([*given, kept], s.flat, None)
@@ -153,7 +157,7 @@ class Whole:
             None if bias is None else line.reshape(tuple(bias.shape))
             for bias, line in zip(of.biases, lines, strict=True)
         ]
-        return d_weights, d_biases
+        return None, d_weights, d_biases
 
 
 def whole(of: DeviceNetwork, ordinal: int, backward: bool) -> Whole | None:

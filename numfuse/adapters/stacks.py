@@ -114,8 +114,11 @@ class Arrays:
         """Return the results of a layer's operation."""
         return operation(*call)
 
-    def whole(self, network: DeviceNetwork, backward: bool) -> Any:
-        """Return what runs all layers in one kernel (`cuda_whole.Whole`); None: nothing does."""
+    def whole(self, network: DeviceNetwork, backward: bool, more: bool = False) -> Any:
+        """Return what runs all layers in one kernel (`cuda_whole.Whole`); None: nothing does.
+
+        `more` says that a gradient by x is needed, or that gradients are to be written somewhere.
+        """
 
     def product(self, a: Array, b: Array, backend: Any) -> Array:
         """Return a product of matrices."""
@@ -330,13 +333,14 @@ def network(arrays_of: Callable[[str, Any], Arrays]) -> Callable[..., Any]:
         rest = activation, *form, final, guard, backend
         net = DeviceNetwork(arrays_of(name, x), name, x, weights, biases, *rest)
         if grads is None:
-            return _forward(net, keep, out)
-        return _backward(net, grads, x, keep, needs, out)
+            return forward(net, keep, out)
+        return backward(net, grads, keep, needs, out)
 
     return run
 
 
-def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
+def forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
+    """Return the results; with `keep`, also what a backward takes."""
     results, given = [], outputs(out, (), 3)
     ghosts = net.ghosts() if out is not None else {}
     for name, y, shape in zip(("u", "u_dot", "u_ddot"), given, net.net.shapes, strict=True):
@@ -355,9 +359,10 @@ def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
     return (found, kept) if keep else found
 
 
-def _backward(
-    net: DeviceNetwork, grads: Sequence[Any], x: Any, kept: Any, needs: Sequence[str], out: Any
+def backward(
+    net: DeviceNetwork, grads: Sequence[Any], kept: Any, needs: Sequence[str], out: Any
 ) -> NetworkGradients:
+    """Return the gradients that are needed."""
     names = ("grad", "grad_dot", "grad_ddot")
     for name, y, shape in zip(names, grads, net.net.shapes, strict=True):
         net.check({name: y})
@@ -374,9 +379,9 @@ def _backward(
     groups = "x", "weights", "biases"
     how = groups, needs, net.net.operand_shapes, net.net.dtype, ghosts, seen
     outs = network_outputs(out, *how)
-    whole = None if "x" in needs or outs else net.arrays.whole(net, True)
+    whole = net.arrays.whole(net, True, "x" in needs or bool(outs))
     if whole is not None:
-        d_x, (d_weights, d_biases) = None, whole.backward(grads, kept and kept.whole)
+        d_x, d_weights, d_biases = whole.backward(grads, kept and kept.whole, needs, outs)
     else:
         there = kept is not None and kept.inputs
         made = kept if there else net.run(True, None)
@@ -385,6 +390,8 @@ def _backward(
     found = [tuple(made) if name in needs else None for name, made in pairs]
     if "x" not in needs:
         return NetworkGradients(None, *found)
-    made = outs["d_x"] if "d_x" in outs else net.empty(x.shape)
-    net.arrays.copy(d_x, made)
+    made = d_x
+    if whole is None:
+        made = outs["d_x"] if "d_x" in outs else net.empty(net.x.shape)
+        net.arrays.copy(d_x, made)
     return NetworkGradients(made, *found)

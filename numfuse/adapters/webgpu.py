@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numfuse.activations import Activation, table
-from numfuse.adapters import stacks
+from numfuse.adapters import stacks, webgpu_whole
 from numfuse.adapters.signatures import NAMES, JetSignature, PublicFunctions, Signature
 from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
@@ -33,7 +33,7 @@ from numfuse.runtime.lifetimes import formulas_of
 if TYPE_CHECKING:
     from numfuse.operations import Operation
 
-__all__ = [*NAMES, "epilogue_jet", "jet", "network", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "epilogue_jet", "jet", "multilayer", "network", "synchronize", "to_numpy"]
 
 #: The types of a `backend` that is a part of a fingerprint as it is; equal ones mean the same.
 _BACKENDS = frozenset((str, type(None), WebGpuBackend))
@@ -86,7 +86,8 @@ def _run(
     else:
         result = found(result)
     if _RECORDING.made is not None and store.steps is not None:
-        formulas = formulas_of(getattr(p.activation, "curve", p.activation))
+        every = getattr(p, "activations", None) or (p.activation,)
+        formulas = formulas_of(tuple([getattr(f, "curve", f) for f in every]))
         _RECORDING.made.append((store.steps, formulas))
     return result
 
@@ -248,7 +249,14 @@ def again(operation: Operation, *call: Any) -> Any:
 
 
 epilogue_jet = jet
-_OWN = stacks.Arrays(to_device, DeviceArray)
+
+
+def _network(backend: Any, store: Store, kind: str, p: Any, known: dict[int, DeviceArray]) -> Any:
+    """Run the problem of a network; see `_run`."""
+    return _run(_backend(backend, store.device), store, kind, p, known)
+
+
+_OWN = webgpu_whole.Own(to_device, _network)
 
 
 def _arrays(name: str, x: Any) -> stacks.Arrays:
@@ -257,7 +265,8 @@ def _arrays(name: str, x: Any) -> stacks.Arrays:
     return _OWN
 
 
-network = stacks.network(_arrays)
+network = webgpu_whole.network(stacks.network(_arrays), again)
+multilayer = webgpu_whole.multilayer(_OWN, again)
 #: What runs a call of an epilogue (`numfuse.fused_operations`).
 fused = AGAIN[DeviceArray] = again
 globals().update(_WebGpu().functions())

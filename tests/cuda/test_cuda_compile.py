@@ -192,7 +192,8 @@ def network(dtype, widths, backward, saved=False):
         device=SimpleNamespace(info=HOPPER), constant=lambda x: 4096, fresh=view,
         launches=lambda launches, at, work=0: made.extend(launches),
     )  # fmt: skip
-    how = ACT["tanh"], widths, points, np.dtype(dtype), np.eye(2), np.ones((1, 2)), bytes([1, 0])
+    every = (ACT["tanh"],) * (len(widths) - 2) + (ACT["none"],)
+    how = every, widths, points, np.dtype(dtype), np.eye(2), np.ones((1, 2)), bytes([1, 0])
     kept = not backward, saved
     problem = NetworkProblem(*how, 1, True, backward, *kept, {}, ())
     networks.network(recorder, problem, lambda x: view(shapes[x]) if x in shapes else None)

@@ -212,7 +212,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "webgpu": {"backends"},
     "backends.webgpu": {
-        "activations", "backends", "epilogues", "errors", "expr", "language", "problem", "runtime",
+        "activations", "backends", "epilogues", "errors", "expr", "kept", "language", "problem",
+        "runtime",
     },
     "operations": {"activations", "backends", "problem", "runtime"},
     "functional": {"activations", "backends", "operations", "problem"},

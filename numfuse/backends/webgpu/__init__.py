@@ -4,6 +4,7 @@
 - `arrays`, `stores`: device arrays, and where the arrays of a problem are found
 - `split`, `lower`: a problem in pieces where it is too large, and as dispatches
 - `program`, `host`: a call that was made before, and one on NumPy arrays
+- `network_calls`: whole networks of NumPy arrays
 - `shaders`, `tiling`: the shaders and their block sizes
 - `device`: adapters, pipelines, buffers
 - `contract`: the WGSL modules of others

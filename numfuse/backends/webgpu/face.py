@@ -13,7 +13,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, OneRun, Traits, latest
-from numfuse.backends.webgpu import host
+from numfuse.backends.webgpu import host, network_calls
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract.backend import ContractBackend
 from numfuse.backends.webgpu.contract.entry_points import reference_source
@@ -21,8 +21,10 @@ from numfuse.backends.webgpu.device import forks
 from numfuse.backends.webgpu.device.adapters import adapters, again, choose
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.host import HostProgram
+from numfuse.backends.webgpu.lower import networks
 from numfuse.backends.webgpu.lower.places import tile_of
 from numfuse.problem.fused import FusedProblem
+from numfuse.problem.networks import NetworkProblem
 from numfuse.problem.results import settled, without_terms
 from numfuse.runtime.lifetimes import formulas_of
 from numfuse.runtime.replay import Recording, Replay
@@ -77,6 +79,8 @@ class WebGpuBackend(OneRun):
         return device
 
     # --- problems -------------------------------------------------------------------------------
+    network_jet = network_calls.forward
+    network_jet_bwd = network_calls.backward
 
     @property
     def replay(self) -> Replay[Any]:
@@ -114,8 +118,10 @@ class WebGpuBackend(OneRun):
 
     def tell(self, device: Device, kind: str, p: Any) -> None:
         """Set what `last_call` tells."""
-        tiling = None
-        if not isinstance(p, FusedProblem) or p.sums or p.products:
+        tiling: Any = None
+        if isinstance(p, NetworkProblem):
+            tiling = networks.sizes(device, p).tile
+        elif not isinstance(p, FusedProblem) or p.sums or p.products:
             factors = min(3, max(1, len(getattr(p, "sums", None) or ())))
             tiling = tile_of(device, p.m, p.n, p.acc_dtype, factors=factors)
         latest.call = Call(

@@ -20,6 +20,7 @@ from numfuse.backends.webgpu.stores import Region, Store, fresh
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.jets import JetProblem
+from numfuse.problem.networks import NetworkProblem
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.strided import contiguous
 
@@ -141,7 +142,7 @@ class HostProgram(NamedTuple):
         Return None where it takes several submits, or copies on the host.
         """
         # A view of each operand: two may be one array this time.
-        if isinstance(p, (FusedProblem, JetProblem)):
+        if isinstance(p, (FusedProblem, JetProblem, NetworkProblem)):
             given = {n: x if n in p.results else x.view() for n, x in p.arrays.items()}
             p = replace(p, arrays=given)
         else:

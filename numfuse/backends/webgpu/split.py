@@ -24,12 +24,14 @@ from numfuse.backends.webgpu.lower.elementwise import zero
 from numfuse.backends.webgpu.lower.fused import fused
 from numfuse.backends.webgpu.lower.jets import jet
 from numfuse.backends.webgpu.lower.layers import LAYERS
+from numfuse.backends.webgpu.lower.networks import network
 from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.epilogues import GATES
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.jets import MEMBERS, JetProblem
+from numfuse.problem.networks import NetworkProblem
 from numfuse.problem.shapes import as_one
 
 #: By the method of a backend, what records its problem.
@@ -58,6 +60,9 @@ def run(store: Store, kind: str, p: Any) -> None:
     An operation gets the results that are wanted by name: where to write each, and whether it is
     added to what is there.
     """
+    if isinstance(p, NetworkProblem):  # (one piece, as who made it asked)
+        network(store, p)
+        return
     read: list[ndarray] = []
     if isinstance(p, FusedProblem):
         for name in p.zeroed:

@@ -142,3 +142,75 @@ def points(m: int, n: int) -> int:
 def groups(blocks: int, segments: int, room: int) -> int:
     """In how many groups the segments of a sum are added up."""
     return max(1, min(BLOCKS // max(1, blocks), segments, room))
+
+
+# --- whole networks -------------------------------------------------------------------------------
+#: Columns to which the layers of a network are padded: what a 64 x 64 slice of weights in float32
+#: takes, 16 KiB, is the least workgroup memory that a device has.
+NETWORK_WIDTHS = 32, 64
+#: Workgroups of a backward, at the most: four for each of 132 multiprocessors. Each has a plane of
+#: the gradients of all weights, and its points' inputs and sums of every layer, in device memory.
+#: For 4 x 64 in float32 and tiles of 64 rows these are 51 and 130 KiB a workgroup, where workgroup
+#: memory has 16 to 48: a tile's rows in one layer, and its inputs there or a layer's weights, take
+#: 32 to 34. Sums and inputs are written and read once each: 1 KiB for a row and a layer of 64
+#: columns, where three products take 24,576 flops. To make the inputs again from the sums would
+#: take a quarter less, and each activation once more.
+NETWORK_GROUPS = 528
+
+
+@dataclass(frozen=True)
+class NetworkTile:
+    """A workgroup's rows of points on their way through a network, and an invocation's parts."""
+
+    #: Columns of a row, and how many fours of them lie between two rows.
+    width: int
+    pitch: int
+    rows: int
+    #: Rows of weights that are in workgroup memory at a time.
+    slice: int
+    #: An invocation's rows and columns of a product, and of a gradient of weights.
+    mr: int
+    nr: int
+    dm: int
+    dn: int
+
+    @property
+    def invocations(self) -> int:
+        return self.rows // self.mr * (self.width // self.nr)
+
+    @property
+    def nbytes(self) -> int:
+        """Workgroup memory of a backward: a tile, and its inputs in one layer or some weights."""
+        return 16 * self.pitch * (self.rows + max(self.rows, self.slice))
+
+
+def network_tile(widest: int, storage: int, invocations: int, cpu: bool) -> NetworkTile | None:
+    """Return the tile of a network whose layers have up to so many columns; None: there is none.
+
+    It is the largest that the device holds; rows are 16 bytes longer where there is room, as
+    invocations that read neighbouring rows then find them in other banks. Of a CPU tiles are small:
+    its compiler takes the longer.
+    """
+    width = next((x for x in NETWORK_WIDTHS if widest <= x), 0)
+    if not width:
+        return None
+    every = _CPU_NETWORKS if cpu else _NETWORKS
+    for rows, mr, nr, dm, dn in every[width]:
+        for pad in (1, 0):
+            tile = NetworkTile(width, width // 4 + pad, rows, min(rows, width), mr, nr, dm, dn)
+            if tile.nbytes <= storage and tile.invocations <= invocations:
+                return tile
+    return None
+
+
+#: By width, the rows of tiles, and an invocation's rows and columns of a product, and of a gradient
+#: of weights. 8 x 8 sums are 16 reads of four values for 256 multiply-adds, as those of `TILES`; 32
+#: rows are for 16 KiB.
+_NETWORKS = {
+    64: ((64, 8, 8, 8, 8), (32, 4, 8, 8, 8)),
+    32: ((64, 8, 4, 4, 4), (32, 4, 4, 4, 4)),
+}
+_CPU_NETWORKS = {
+    64: ((64, 4, 4, 4, 4), (32, 4, 4, 8, 4)),
+    32: ((64, 4, 4, 4, 4), (32, 4, 4, 4, 4)),
+}

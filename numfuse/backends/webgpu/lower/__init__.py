@@ -7,4 +7,5 @@
 - `layers`: a layer and its derivatives
 - `fused`: any epilogue of sums and operands: gates, the gated layer, a user's own
 - `jets`: a layer's jet
+- `networks`: all layers of a network at once
 """

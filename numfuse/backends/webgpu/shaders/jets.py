@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -92,36 +93,53 @@ class JetPass(Shader):
             loop = loop_of(x.name)
             step = f" + {loop} * p.{x.name}_member" if loop else ""
             at[x.name] = f"{x.buffer}[at_{x.name}{step}]"
-        read: dict[str, list[str]] = {x: [] for x in ("value", "direction", "bend", "second")}
-        call, made = dict.fromkeys(read, ""), dict[str, dict[str, str]]()
-        printed = {}
-        for name, formula in self.parts:
-            results, names = printed[f"{name}_of"] = formula.part()
-            shared = {x for x in names if x.startswith("shared_")}
-            read[name] = [x for x in names if x not in shared]
-            given = ", ".join(f"made.{x}" if x in shared else f"in_{x}" for x in names)
-            call[name] = f"{name}_of({given})"
-            of = "made" if name == "value" else "moved"
-            made[name] = {result: f"{of}.{result}" for result, _ in results}
-        functions = wgsl.epilogues(printed, self.accumulator)
         words: dict[str, Any] = {
-            "HEADER": self.header(),
-            "FORMULAS": f"{wgsl.prelude(functions, self.accumulator, self.one_rounding)}\n\n"
-            f"{functions}\n",
-            "ACC": acc,
-            "ZERO": f"{acc}(0)",
-            "ARRAYS": self.arrays,
-            "READ": read,
-            "CALL": call,
-            "MADE": {name: made.get(name, {}) for name in read},
             "LOAD": {x.name: f"{acc}({at[x.name]})" for x in self.arrays},
             "STORE": {x.name: f"{at[x.name]} = {TYPES[x.dtype]}" for x in self.arrays},
             "BACKWARD": self.backward,
             "TOTALS": self.totals,
             "APART": list(range(self.apart)),
-            "DIRECTIONS": self.directions,
-            "SECONDS": self.seconds,
-            "WEIGHTED": self.weighted,
+            "DIRECTIONS": "p.directions" if self.directions else "",
+            "SECONDS": "p.seconds" if self.seconds else "",
+            "STRAIGHT": "p.seconds",
+            "WEIGHT": "weights[s * p.directions + d]" if self.weighted else "",
+        }
+        printed, lines = point(self.parts, self.accumulator, words)
+        words |= {
+            "HEADER": self.header(),
+            "FORMULAS": functions(printed, self.accumulator, self.one_rounding),
+            "ACC": acc,
+            "ARRAYS": self.arrays,
             "SUMS": self.sums,
+            "POINT": lines,
         }
         return expand("jet.wgsl", words)
+
+
+def point(
+    parts: Sequence[tuple[str, Formula]], accumulator: str, words: Mapping[str, Any], end: str = ""
+) -> tuple[dict[str, Any], str]:
+    """Return the formulas of a jet's parts by their functions' names, and the lines of a point.
+
+    `words` say where the members are found (``LOAD``), and which results go where (``STORE``). The
+    names of the functions have this `end`.
+    """
+    read: dict[str, list[str]] = {x: [] for x in ("value", "direction", "bend", "second")}
+    call, made = dict.fromkeys(read, ""), {x: dict[str, str]() for x in read}
+    printed = dict[str, Any]()
+    for name, formula in parts:
+        results, names = printed[f"{name}_of{end}"] = formula.part()
+        shared = {x for x in names if x.startswith("shared_")}
+        read[name] = [x for x in names if x not in shared]
+        given = ", ".join(f"made.{x}" if x in shared else f"in_{x}" for x in names)
+        call[name] = f"{name}_of{end}({given})"
+        of = "made" if name == "value" else "moved"
+        made[name] = {result: f"{of}.{result}" for result, _ in results}
+    own = {"READ": read, "CALL": call, "MADE": made, "ZERO": f"{TYPES[accumulator]}(0)"}
+    return printed, expand("jet_point.wgsl", {**words, **own})
+
+
+def functions(printed: Mapping[str, Any], accumulator: str, one_rounding: bool) -> str:
+    """Return the text of functions that :func:`point` gave the formulas of."""
+    text = wgsl.epilogues(printed, accumulator)
+    return f"{wgsl.prelude(text, accumulator, one_rounding)}\n\n{text}\n"
