@@ -20,6 +20,7 @@ import gc
 import inspect
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -215,6 +216,26 @@ def test_partial_fits_go_on_with_the_optimiser_as_it_is(task, solver):
         if step == 1:  # what goes through a pickle goes on as well
             found[1] = pickle.loads(pickle.dumps(found[1]))
     assert_same(found, x, tolerance(found[0], x, 8))
+
+
+@pytest.mark.parametrize("first, then", [("float32", "float64"), ("float64", "float32")])
+def test_parameters_keep_the_dtype_that_they_began_with(first, then):
+    x, y = data("regression", first)
+    found = pair("regression", activation="tanh", warm_start=True)
+    for dtype in (first, then):
+        fitted(found, x.astype(dtype), y.astype(dtype))
+    assert {z.dtype for estimator in found for z in estimator.coefs_} == {np.dtype(first)}
+    assert_same(found, x, 2 * tolerance(found[0], x.astype("float32")))
+
+
+def test_fits_in_several_threads_do_not_disturb_each_other():
+    x, y = data("multiclass")
+    alone = fitted(pair("multiclass", max_iter=40), x, y)[1]
+    with warnings.catch_warnings(), ThreadPoolExecutor(4) as threads:
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        estimators = [pair("multiclass", max_iter=40)[1] for _ in range(8)]
+        for made in threads.map(lambda estimator: estimator.fit(x, y), estimators):
+            assert made.loss_curve_ == alone.loss_curve_
 
 
 def test_parameters_set_by_hand_are_where_the_next_step_begins():

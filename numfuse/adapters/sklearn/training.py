@@ -107,15 +107,15 @@ def units_of(estimator: Any) -> list[int]:
     return [len(estimator.coefs_[0]), *(w.shape[1] for w in estimator.coefs_)]
 
 
-def network(estimator: Any, dtype: np.dtype[Any]) -> Network:
+def network(estimator: Any) -> Network:
     """Return the network of an estimator, of which its coefficients are views from here on."""
     known: Network | None = getattr(estimator, "_network", None)
     current = [*estimator.coefs_, *estimator.intercepts_]
-    if known is not None and known.flat.dtype == dtype:
+    if known is not None:
         same = zip(current, [*known.coefs, *known.intercepts], strict=True)
         if known.activation == estimator.activation and all(x is y for x, y in same):
             return known
-    flat = np.concatenate([x.ravel() for x in current]).astype(dtype, copy=False)
+    flat = np.concatenate([x.ravel() for x in current])
     made = Network(flat, units_of(estimator), estimator.activation)
     estimator.coefs_, estimator.intercepts_ = list(made.coefs), list(made.intercepts)
     estimator._network = made
@@ -176,7 +176,8 @@ def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental
     """Train an estimator by batches, as scikit-learn's `_fit_stochastic` does."""
     if est.early_stopping and incremental:
         raise ValueError("partial_fit does not support early_stopping=True")
-    net = network(est, x.dtype)
+    net = network(est)
+    x = x.astype(net.flat.dtype, copy=False)  # (parameters keep the dtype that they began with)
     if not incremental or not hasattr(est, "_optimizer"):
         est._optimizer = optimiser(est.solver, est, net.flat)
     held: Any = (None, None, None)
