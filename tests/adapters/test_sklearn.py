@@ -451,6 +451,17 @@ def test_another_backend_trains_by_its_own_calls():
     assert nf.last_call().backend == "cpu"  # (the prediction)
 
 
+@pytest.mark.parametrize("solver", ["adam", "sgd"])
+def test_steps_go_on_from_one_backend_to_another(solver):
+    x, y = data("regression")
+    found = pair("regression", solver=solver)
+    for backend in ("cpu", "reference", "cpu"):
+        with nf.use_backend(backend):
+            for estimator in found:
+                estimator.partial_fit(x, y)
+    assert_same(found, x, tolerance(found[0], x, 12))
+
+
 def test_a_users_activation_of_the_same_name_changes_nothing():
     x, y = data("regression")
     before = fitted(pair("regression"), x, y)[1]

@@ -9,6 +9,7 @@ initialisation, the random numbers, the scores and the count of epochs without i
 from __future__ import annotations
 
 import inspect
+import operator
 import warnings
 from typing import Any
 
@@ -112,8 +113,9 @@ def network(estimator: Any) -> Network:
     known: Network | None = getattr(estimator, "_network", None)
     current = [*estimator.coefs_, *estimator.intercepts_]
     if known is not None:
-        same = zip(current, [*known.coefs, *known.intercepts], strict=True)
-        if known.activation == estimator.activation and all(x is y for x, y in same):
+        mine = [*known.coefs, *known.intercepts]
+        same = len(mine) == len(current) and all(map(operator.is_, mine, current))
+        if same and known.activation == estimator.activation:
             return known
     flat = np.concatenate([x.ravel() for x in current])
     made = Network(flat, units_of(estimator), estimator.activation)
@@ -180,6 +182,7 @@ def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental
     x = x.astype(net.flat.dtype, copy=False)  # (parameters keep the dtype that they began with)
     if not incremental or not hasattr(est, "_optimizer"):
         est._optimizer = optimiser(est.solver, est, net.flat)
+    est._optimizer.begin(net)
     held: Any = (None, None, None)
     if est.early_stopping:
         x, y, sample_weight, *held = _split(est, x, y, sample_weight)
@@ -204,8 +207,7 @@ def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental
 def _epochs(
     est: Any, objective: Objective, batches: _Batches, held: tuple[Any, ...], incremental: bool
 ) -> None:
-    net, samples = objective.net, len(objective.y)
-    update = est._optimizer.update
+    samples, update = len(objective.y), est._optimizer.update
     order = np.arange(samples, dtype=np.int64)
     est.n_iter_ = 0
     for _ in range(est.max_iter):
@@ -220,7 +222,7 @@ def _epochs(
             batches.fill(made, batch, index)
             loss, penalty = objective(made, index)
             total += loss * count
-            update(net, penalty)
+            update(penalty)
         est.n_iter_ += 1
         est.loss_ = total / samples
         est.t_ += samples
