@@ -62,6 +62,7 @@ class Objective:
         self.weighted = sample_weight is not None
         given = sample_weight if self.weighted else ()
         self.sample_weight = np.ascontiguousarray(given, dtype)
+        self.room = losses.room(net.units[-1], dtype)
         self.rows_pass = losses.rows_pass(out_activation, dtype.name, labels)
         # (scikit-learn's squared error is a mean over outputs, but its gradient that of a sum)
         self.share = 1 / y.shape[1] if out_activation == "identity" else 1.0
@@ -72,9 +73,8 @@ class Objective:
         Their inputs are those of the pass. Returns the loss, penalty included, and the penalty's
         factor in the gradient.
         """
-        loss, weight, squares = self.rows_pass(
-            made.logits(), self.y, index, self.sample_weight, self.net.weights
-        )
+        given = self.y, index, self.sample_weight, self.net.weights, self.room
+        loss, weight, squares = self.rows_pass(made.logits(), *given)
         if weight == 0:
             raise ZeroDivisionError("Weights sum to zero, can't be normalized")
         made.back()
