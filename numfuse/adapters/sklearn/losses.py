@@ -134,7 +134,7 @@ def outputs_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any, room: Any
 
 
 def softmax_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any, room: Any) -> Any:
-    """`outputs_pass` of classes that exclude each other; `y` has each sample's, `room` is unused."""
+    """`outputs_pass` of classes that exclude each other; `y` has that of each sample."""
     WIDE_VECTORS()
     weight = WEIGHT_SUM(index, weights)
     scale = ONE / REAL(weight)
