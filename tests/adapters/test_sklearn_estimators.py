@@ -108,7 +108,7 @@ def test_losses_and_gradients_are_the_textbooks(name, activation, outputs, weigh
         array.flags.writeable = False
     found, size = z.copy(), np.abs(z).max(axis=1, initial=1).astype(np.float64)
     total, weight, squares = losses.rows_pass(activation, name, labels)(
-        found, given, index, weights, coefs
+        found, given, index, weights, coefs, losses.room(outputs, dtype)[:7]
     )
     # an exponential errs by a few u and by u of its argument; a row's sum by gamma of its outputs
     u = (EVALUATION + 2 * size) * roundoff(dtype) + gamma(outputs + 3, dtype)
@@ -133,7 +133,8 @@ def test_a_nan_stays_in_its_row(name, activation):
     y = np.zeros((70, 5), np.uint8 if labels else dtype)
     y = np.zeros(70, np.int64) if activation == "softmax" else y
     none = np.empty(0, dtype)
-    total, *_ = losses.rows_pass(activation, name, labels)(z, y, np.arange(70), none, none)
+    operands = z, y, np.arange(70), none, none, losses.room(5, dtype)
+    total, *_ = losses.rows_pass(activation, name, labels)(*operands)
     assert np.isnan(total) and np.isnan(z[40, 2]) and np.isfinite(np.delete(z, 40, axis=0)).all()
     assert activation != "softmax" or np.isnan(z[40]).all()
 

@@ -2,8 +2,8 @@
 
 Parameters and their checks, labels, initial weights, scores, tags and lbfgs are inherited. What is
 overridden are private methods of scikit-learn: these four, which have had their names since 0.18
-(`_forward_pass_fast` since 1.0), and of which a test in tests/adapters/test_sklearn.py says so if
-one is renamed, changes its parameters, or is called no longer.
+(`_forward_pass_fast` since 1.0). A test in tests/adapters/test_sklearn_inputs.py fails if one is
+renamed, changes its parameters, or is called no longer.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ specialise.register(__name__.rpartition(".")[0], str(Path(__file__).with_name("_
 
 #: Rows whose exponentials are taken at once, so that short ones fill vectors: of 10, 2.5 KiB.
 _ROWS = 32
+#: Logits whose losses are made at once, at the most: 8 KiB, and as much of targets.
+_ELEMENTS = 1024
 
 
 # --- formulas: value and gradient of one output -------------------------------------------------
@@ -101,31 +103,38 @@ def number(y: Any) -> Any:
     return y
 
 
-def outputs_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
+def outputs_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any, room: Any) -> Any:
     """Replace logits by gradients of outputs that are independent of each other.
 
-    Row i of `z` is sample ``index[i]`` of `y` and `weights`. Returns the weighted sum of the
-    losses, the sum of the weights, by which gradients are divided, and that of the squares of
-    `coefs`.
+    Row i of `z` is sample ``index[i]`` of `y` and `weights`; `room` is for some rows' targets, then
+    losses. Returns the weighted sum of the losses, the sum of the weights, by which gradients are
+    divided, and that of the squares of `coefs`.
     """
     WIDE_VECTORS()
     weight = WEIGHT_SUM(index, weights)
     scale = ONE / REAL(weight)
     loss = 0.0
-    for i in range(z.shape[0]):
-        at = index[i]
-        own = ONE if weights.shape[0] == 0 else weights[at]
-        row = ZERO
-        for j in range(z.shape[1]):
-            value, slope = FORMULA(z[i, j], TARGET(y[at, j]))
-            row += CLAMP(value, LOW, HIGH)
-            z[i, j] = slope * own * scale
-        loss += own * row
+    for first in range(0, z.shape[0], room.shape[0]):
+        block = z[first : first + room.shape[0]]
+        for i in range(block.shape[0]):
+            for j in range(z.shape[1]):
+                room[i, j] = TARGET(y[index[first + i], j])
+        slopes, values = block.reshape(block.size), room.reshape(room.size)
+        for i in range(slopes.shape[0]):
+            value, slopes[i] = FORMULA(slopes[i], values[i])
+            values[i] = CLAMP(value, LOW, HIGH)
+        for i in range(block.shape[0]):
+            own = ONE if weights.shape[0] == 0 else weights[index[first + i]]
+            row = ZERO
+            for j in range(z.shape[1]):
+                row += room[i, j]
+                block[i, j] *= own * scale
+            loss += own * row
     return loss, weight, float(SQUARE_SUM(coefs))
 
 
-def softmax_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any) -> Any:
-    """`outputs_pass` of classes that exclude each other; `y` has each sample's."""
+def softmax_pass(z: Any, y: Any, index: Any, weights: Any, coefs: Any, room: Any) -> Any:
+    """`outputs_pass` of classes that exclude each other; `y` has that of each sample."""
     WIDE_VECTORS()
     weight = WEIGHT_SUM(index, weights)
     scale = ONE / REAL(weight)
@@ -218,10 +227,10 @@ def _entry(template: Any, result: Any, fmt: str, labels: bool, *arguments: Any, 
 def rows_pass(activation: str, fmt: str, labels: bool) -> Any:
     """Return the pass of a loss, which is that of an output's activation.
 
-    It is a function (logits, targets, index, weights, coefs) -> (loss, weight, squares): see
-    `outputs_pass`. Logits of dtype `fmt` are replaced; targets are labels in bytes, or have that
-    dtype, as weights and coefs have, or of the softmax are numbers of classes, which are int64 as
-    the index is. All are contiguous, in the order of rows.
+    It is a function (logits, targets, index, weights, coefs, room) -> (loss, weight, squares): see
+    `outputs_pass`, and :func:`room`. Logits of dtype `fmt` are replaced; targets are labels in
+    bytes, or have that dtype, as weights and coefs have, or of the softmax are numbers of classes,
+    which are int64 as the index is. All are contiguous, in the order of rows.
     """
     real = types.float32 if fmt == "float32" else types.float64
     kept = functools.partial(types.Array, layout="C", readonly=True)
@@ -232,6 +241,7 @@ def rows_pass(activation: str, fmt: str, labels: bool) -> Any:
         kept(types.int64, 1),
         kept(real, 1),
         kept(real, 1),
+        types.Array(real, 2, "C"),
     )
     number, eps = np.dtype(fmt).type, float(np.finfo(fmt).eps)
     low, high = eps, 1 - eps  # of a probability
@@ -245,6 +255,11 @@ def rows_pass(activation: str, fmt: str, labels: bool) -> Any:
     result = types.UniTuple(types.float64, 3)
     template = softmax_pass if exclusive else outputs_pass
     return _entry(template, result, fmt, labels, *arguments, **more)
+
+
+def room(outputs: int, dtype: np.dtype[Any]) -> ndarray:
+    """Return memory for the pass of a loss: of a block of rows, which stays in level 1."""
+    return np.empty((max(1, _ELEMENTS // outputs), outputs), dtype)
 
 
 @functools.cache

@@ -33,7 +33,6 @@ ACTIVATIONS = {
 
 def _shifted(act: Activation) -> UserEpilogue:
     """Return the formula of a first layer after its product."""
-
     return recorded(f"{act.name}_of_sum", "a layer")(lambda z, bias: act(z + bias))
 
 

@@ -64,19 +64,19 @@ class _Flat:
         self.state = tuple(np.zeros_like(flat) for _ in range(state))
         self.numbers = tuple(np.array(x, flat.dtype) for x in (0.0, 0.0, *constants))
 
-    def update(self, net: Network, penalty: float) -> None:
-        """Take a step of a network's parameters along its gradient, in place."""
-        if self._net is not net:
-            self._net, self._take = net, Repeated(self._step)
+    def begin(self, net: Network) -> None:
+        """Take the network whose parameters the next steps change."""
+        self._net, self._take = net, Repeated(self._step)
+
+    def update(self, penalty: float) -> None:
+        """Take a step along the network's gradient, in place."""
         self.advance()
         self.numbers[0][()] = penalty
         self.numbers[1][()] = self.learning_rate
         self._take()
 
-    _net: Network | None = None
-
     def _step(self, backend: Any) -> None:
-        net: Any = self._net
+        net = self._net
         where = net.flat, *self.state
         operands = *where, net.gradient, net.decay, *self.numbers
         elementwise(self.formula(), *operands, out=where, backend=backend)
@@ -107,14 +107,14 @@ class Sgd(_Flat, SGDOptimizer):
 class Adam(_Flat, AdamOptimizer):
     """Adam."""
 
-    def formula(self) -> UserEpilogue:
-        """Return the update."""
-        return adam
-
     def __init__(self, flat: ndarray, *how: Any) -> None:
         super().__init__([], *how)
         betas = self.beta_1, 1 - self.beta_1, self.beta_2, 1 - self.beta_2
         self.start(2, flat, *betas, self.epsilon)
+
+    def formula(self) -> UserEpilogue:
+        """Return the update."""
+        return adam
 
     def advance(self) -> None:
         """Count a step, on which the rate depends."""

@@ -9,6 +9,7 @@ initialisation, the random numbers, the scores and the count of epochs without i
 from __future__ import annotations
 
 import inspect
+import operator
 import warnings
 from typing import Any
 
@@ -61,6 +62,7 @@ class Objective:
         self.weighted = sample_weight is not None
         given = sample_weight if self.weighted else ()
         self.sample_weight = np.ascontiguousarray(given, dtype)
+        self.room = losses.room(net.units[-1], dtype)
         self.rows_pass = losses.rows_pass(out_activation, dtype.name, labels)
         # (scikit-learn's squared error is a mean over outputs, but its gradient that of a sum)
         self.share = 1 / y.shape[1] if out_activation == "identity" else 1.0
@@ -71,9 +73,8 @@ class Objective:
         Their inputs are those of the pass. Returns the loss, penalty included, and the penalty's
         factor in the gradient.
         """
-        loss, weight, squares = self.rows_pass(
-            made.logits(), self.y, index, self.sample_weight, self.net.weights
-        )
+        given = self.y, index, self.sample_weight, self.net.weights, self.room
+        loss, weight, squares = self.rows_pass(made.logits(), *given)
         if weight == 0:
             raise ZeroDivisionError("Weights sum to zero, can't be normalized")
         made.back()
@@ -107,15 +108,16 @@ def units_of(estimator: Any) -> list[int]:
     return [len(estimator.coefs_[0]), *(w.shape[1] for w in estimator.coefs_)]
 
 
-def network(estimator: Any, dtype: np.dtype[Any]) -> Network:
+def network(estimator: Any) -> Network:
     """Return the network of an estimator, of which its coefficients are views from here on."""
     known: Network | None = getattr(estimator, "_network", None)
     current = [*estimator.coefs_, *estimator.intercepts_]
-    if known is not None and known.flat.dtype == dtype:
-        same = zip(current, [*known.coefs, *known.intercepts], strict=True)
-        if known.activation == estimator.activation and all(x is y for x, y in same):
+    if known is not None:
+        mine = [*known.coefs, *known.intercepts]
+        same = len(mine) == len(current) and all(map(operator.is_, mine, current))
+        if same and known.activation == estimator.activation:
             return known
-    flat = np.concatenate([x.ravel() for x in current]).astype(dtype, copy=False)
+    flat = np.concatenate([x.ravel() for x in current])
     made = Network(flat, units_of(estimator), estimator.activation)
     estimator.coefs_, estimator.intercepts_ = list(made.coefs), list(made.intercepts)
     estimator._network = made
@@ -176,9 +178,11 @@ def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental
     """Train an estimator by batches, as scikit-learn's `_fit_stochastic` does."""
     if est.early_stopping and incremental:
         raise ValueError("partial_fit does not support early_stopping=True")
-    net = network(est, x.dtype)
+    net = network(est)
+    x = x.astype(net.flat.dtype, copy=False)  # (parameters keep the dtype that they began with)
     if not incremental or not hasattr(est, "_optimizer"):
         est._optimizer = optimiser(est.solver, est, net.flat)
+    est._optimizer.begin(net)
     held: Any = (None, None, None)
     if est.early_stopping:
         x, y, sample_weight, *held = _split(est, x, y, sample_weight)
@@ -203,8 +207,7 @@ def fit_stochastic(est: Any, x: Any, y: ndarray, sample_weight: Any, incremental
 def _epochs(
     est: Any, objective: Objective, batches: _Batches, held: tuple[Any, ...], incremental: bool
 ) -> None:
-    net, samples = objective.net, len(objective.y)
-    update = est._optimizer.update
+    samples, update = len(objective.y), est._optimizer.update
     order = np.arange(samples, dtype=np.int64)
     est.n_iter_ = 0
     for _ in range(est.max_iter):
@@ -219,7 +222,7 @@ def _epochs(
             batches.fill(made, batch, index)
             loss, penalty = objective(made, index)
             total += loss * count
-            update(net, penalty)
+            update(penalty)
         est.n_iter_ += 1
         est.loss_ = total / samples
         est.t_ += samples
