@@ -13,6 +13,9 @@ milliseconds. What they compute is compared first, in float64.
 - ``hessian``: the same with cotangents of the weights' gradients alone, and gradients by weights
   and biases: what a Hessian-vector product takes.
 
+- ``step`` and ``penalty`` are of tensors: the gradients by weights and biases of the sum of squares
+  of the network's results, and of that of the gradient of their sum by the points.
+
 ``layers``: numfuse's own layers, one by one.
 """
 
@@ -27,7 +30,7 @@ import numpy as np
 from jets import by_turns, operands
 
 import numfuse as nf
-from numfuse import multilayer
+from numfuse import chains, multilayer
 from numfuse.backends import load
 
 #: (points, widths)
@@ -42,7 +45,7 @@ NEEDS = {"double": ("grad", "x", "weights", "biases"), "hessian": ("weights", "b
 #: {name: (row, points, widths, dtype)}
 ROWS = {
     f"{row}, {dtype}, {name}": (row, *how, dtype)
-    for row in ("jvp", *NEEDS)
+    for row in ("jvp", *NEEDS, "step", "penalty")
     for dtype in ("float64", "float32")
     for name, how in SIZES.items()
 }
@@ -174,6 +177,47 @@ def torch_calls(o: Operands) -> dict[str, Call]:
     return {"torch": lambda: second(kept), "torch, all": lambda: second(first(), False)}
 
 
+def through_torch(o: Operands) -> dict[str, Call]:
+    """Return calls on tensors: numfuse's node, its layers, and PyTorch's."""
+    import torch
+
+    x, weights, biases = _each(lambda y: torch.from_numpy(y).requires_grad_(), o.given)
+    wanted = [*weights, *biases]
+
+    def eager() -> Any:
+        return _network(torch.tanh, x, weights, biases)
+
+    def node() -> Any:
+        return nf.mlp(x, weights, biases)
+
+    def apart() -> Any:
+        with mock.patch.object(chains.Chain, "run", chains.Chain.one_by_one):
+            return node()
+
+    def gradients(network: Call) -> Call:
+        def run() -> Any:
+            out = network()
+            if o.row == "penalty":
+                (out,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            how: Any = {"allow_unused": True, "materialize_grads": True}
+            return torch.autograd.grad(out.square().sum(), wanted, **how)
+
+        return run
+
+    runs = {"numfuse": node, "layers": apart, "torch": eager}
+    return {way: gradients(network) for way, network in runs.items()}
+
+
+def contestants(o: Operands, peers: str) -> dict[str, Call]:
+    """Return the calls of a row."""
+    if o.row in ("step", "penalty"):
+        return through_torch(o)
+    runs = {"numfuse": ours(o), "layers": by_layers(o)}
+    if "jax" in peers:
+        runs["jax.jit"] = jax_call(o)
+    return runs | (torch_calls(o) if "torch" in peers else {})
+
+
 def flat_of(found: Any) -> np.ndarray:
     """Return all results as one vector."""
     if found is None:
@@ -196,12 +240,8 @@ def main() -> None:
         if args.words and not all(word in name for word in args.words):
             continue
         o = Operands(*how)
-        runs = {"numfuse": ours(o), "layers": by_layers(o)}
-        if "jax" in args.peers:
-            runs["jax.jit"] = jax_call(o)
-        if "torch" in args.peers:
-            runs |= torch_calls(o)
-        exact, errors = flat_of(ours(o.wide())()), {}
+        runs = contestants(o, args.peers)
+        exact, errors = flat_of(contestants(o.wide(), "")["numfuse"]()), {}
         for way, run in runs.items():
             errors[way] = np.abs(flat_of(run()) - exact).max() / np.abs(exact).max()
             assert errors[way] < (1e-12 if how[-1] == "float64" else 2e-4), (way, errors[way])

@@ -103,6 +103,8 @@ def again(
     beside x, weights and biases, `outs` those to write to, and `options` what the program depends
     on beside arrays and activations.
     """
+    if type(x) is not ndarray:  # (torch.compile follows this call, but no look-up of a context)
+        return None
     chosen: Any = ACTIVE.get() if backend is None else backend
     if chosen is None or type(chosen) is str:
         chosen = LOADED.get(DEFAULT if chosen is None else chosen)

@@ -22,13 +22,16 @@ from numfuse.multilayer import mlp, mlp_bwd, mlp_double_bwd
 class ValueCall(NetworkOperands):
     """A network's value; `x` of its methods are all operands, flat."""
 
-    def forward(self, x: Sequence[Any]) -> Any:
-        """Return the value."""
-        return mlp(*self._given(x), **self._options())
+    def forward(self, x: Sequence[Any], keep: bool = False) -> tuple[Any, Any]:
+        """Return the value, and what the backward takes as `kept`."""
+        found = mlp(*self._given(x), keep=keep, **self._options())
+        return found if keep else (found, None)
 
-    def backward(self, grad: Any, x: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    def backward(
+        self, grad: Any, x: Sequence[Any], needs: Sequence[bool], kept: Any = None
+    ) -> list[Any]:
         """Return the gradient of each operand, None where it is not needed."""
-        how = self._options() | {"needs": self.groups(needs)}
+        how = self._options() | {"needs": self.groups(needs), "kept": kept}
         return self.flat(mlp_bwd(grad, *self._given(x), **how), needs)
 
     def twice(

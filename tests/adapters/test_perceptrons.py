@@ -147,6 +147,14 @@ def test_torchs_transformations_go_by_layers(torch, launches):
     assert launches.count("forward") == 1 and "backward" not in launches
 
 
+def test_a_program_of_torch_has_no_break(torch):
+    flat = leaves(torch, drawn())
+    there = [y for y in flat if y is not None]
+    program = torch.compile(lambda *given: run(given), fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(program(*flat).square().sum(), there)
+    torch.testing.assert_close(found, torch.autograd.grad(run(flat).square().sum(), there))
+
+
 @pytest.mark.parametrize("why", ["half", "wide", "one axis"])
 def test_torchs_networks_of_other_forms_go_by_layers(torch, launches, why):
     flat = leaves(torch, drawn())

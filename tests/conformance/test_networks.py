@@ -38,7 +38,7 @@ EVERY = ("x", "weights", "biases")
 
 
 @st.composite
-def networks(draw, backend):
+def networks(draw, backend, activations=ACTIVATIONS):
     """Points, weights and biases in any layout, activations, a cotangent, and a generator."""
     dtype = DTYPES[draw(dtypes(backend))]
     rng = np.random.default_rng(draw(seeds))
@@ -58,9 +58,9 @@ def networks(draw, backend):
     biases = [
         draw(st.sampled_from((None, array(n), array(*part(), 1, n), array(n)))) for n in sizes[1:]
     ]
-    hidden = [draw(ACTIVATIONS) for _ in sizes[2:]]
+    hidden = [draw(activations) for _ in sizes[2:]]
     given = {"x": x, "weights": weights, "biases": biases, "activation": hidden}
-    given["final"] = draw(ACTIVATIONS)
+    given["final"] = draw(activations)
     leads = [y.shape[:-2] for y in (x, *weights, *biases) if y is not None and y.ndim > 1]
     shape = *np.broadcast_shapes(*leads), points, sizes[-1]
     return given, array(*shape), rng

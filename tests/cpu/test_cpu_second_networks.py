@@ -144,13 +144,12 @@ CODE = """
 import hashlib, sys
 sys.path[:0] = {path!r}
 from test_cpu_second_networks import SIZES, like, network, twice
-for dtype in ("float64", "float32"):
-    digest = hashlib.sha256()
-    for sizes in SIZES:
-        given = network(sizes, 1511, dtype)
-        for y in twice(given, like(given)):
-            digest.update(y.tobytes())
-    print(digest.hexdigest())
+digest = hashlib.sha256()
+for sizes in SIZES[::2]:
+    given = network(sizes, 1511, "float32")
+    for y in twice(given, like(given)):
+        digest.update(y.tobytes())
+print(digest.hexdigest())
 """
 
 

@@ -20,6 +20,8 @@ class How(NamedTuple):
     """The arguments of a call other than its arrays."""
 
     call: ValueCall
+    #: Where the forward of these operands leaves what its backward takes.
+    kept: list[Any]
     #: Which operands' gradients a backward makes.
     made: tuple[bool, ...] = ()
     #: Of a double backward: which gradients by the cotangent and the operands.
@@ -33,12 +35,14 @@ def _only(found: Any) -> Any:
 
 def _value(*args: Any) -> Any:
     *x, how = args
-    return how.call.forward(x)
+    found, kept = how.call.forward(x, True)
+    how.kept[:] = [kept]
+    return found
 
 
 def _gradients(*args: Any) -> Any:
     g, *x, how = args
-    return _only(how.call.backward(g, x, how.made))
+    return _only(how.call.backward(g, x, how.made, *how.kept))
 
 
 def _twice(*args: Any) -> Any:
@@ -121,4 +125,4 @@ defjvp_argnums(_TWICE, _again[1])
 def perceptron(chain: Chain) -> Any:
     """Return a network's value; None where its layers are operations of their own."""
     found = value_call(chain)
-    return None if found is None else _VALUE(*found[1], How(found[0]))
+    return None if found is None else _VALUE(*found[1], How(found[0], []))

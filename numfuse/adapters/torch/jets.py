@@ -54,7 +54,7 @@ _FORM = 1
 
 
 # --- what a forward keeps -------------------------------------------------------------------------
-class _Kept:
+class KeptValue:
     """A value that a backward takes, for as long as its ticket lives.
 
     A ticket is a tensor of one number: PyTorch saves it, and drops it with its graph. Where it has
@@ -67,15 +67,17 @@ class _Kept:
         self.__array_interface__ = self._number.__array_interface__
 
     def ticket(self) -> Tensor:
+        """Return the value's ticket."""
         _KEPT[int(self._number[0])] = self
         return torch.from_numpy(np.asarray(self))
 
 
 _numbers = itertools.count(1)
-_KEPT: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
+_KEPT: WeakValueDictionary[int, KeptValue] = WeakValueDictionary()
 
 
-def _kept(ticket: Any) -> Any:
+def kept_of(ticket: Any) -> Any:
+    """Return the value of a ticket; None where there is none, or no value any more."""
     found = None if ticket is None else _KEPT.get(int(ticket[0]))
     return None if found is None else found.value
 
@@ -184,7 +186,7 @@ class _Node(Function):
     def forward(ctx: Any, call: JetCall, constants: Constants, *x: Any) -> Any:
         found, kept = _forward(call, x, constants, not recomputes())
         ctx.how = call, constants
-        ctx.save_for_backward(*x, None if kept is None else _Kept(kept).ticket())
+        ctx.save_for_backward(*x, None if kept is None else KeptValue(kept).ticket())
         ctx.set_materialize_grads(False)
         return tuple(found)
 
@@ -198,7 +200,7 @@ class _Node(Function):
             return (None,) * (2 + len(x))
         if torch.is_grad_enabled() or eager.mode(there) != 1:
             return None, None, *_plain_backward(call, gs, x, constants, needs)
-        return None, None, *_backward(call, gs, x, constants, needs, _kept(ticket))
+        return None, None, *_backward(call, gs, x, constants, needs, kept_of(ticket))
 
 
 def _run(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> Any:
@@ -346,7 +348,7 @@ def _run_forward(
     x: list[Any], constants: list[Any], key: str, keep: bool, backend: Any
 ) -> list[Tensor]:
     found, kept = _forward(_call_of(key, backend), x, _on_host(constants), keep)
-    ticket = _Kept(kept).ticket() if keep else torch.zeros(1, dtype=torch.int64)
+    ticket = KeptValue(kept).ticket() if keep else torch.zeros(1, dtype=torch.int64)
     return [*found, ticket]
 
 
@@ -354,7 +356,7 @@ def _run_pull(x: list[Any], key: str, needs: str, backend: Any) -> list[Tensor]:
     *given, first, second, ticket = x
     call, flags = _call_of(key, backend), [need == "1" for need in needs]
     constants = _on_host((first, second))
-    how = constants, flags, _kept(ticket)
+    how = constants, flags, kept_of(ticket)
     found = _backward(call, given[:RESULTS], given[RESULTS:], *how)
     return [d.contiguous() for d in found if d is not None]
 

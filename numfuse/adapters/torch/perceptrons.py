@@ -15,6 +15,8 @@ from torch.autograd import Function
 
 from numfuse.adapters.perceptrons import ValueCall, value_call
 from numfuse.adapters.torch.eager import asked, is_small, mode
+from numfuse.adapters.torch.jets import KeptValue, kept_of
+from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.tensors import array_over, autocasts, run_beside, to_tensor
 from numfuse.chains import Chain
 
@@ -36,7 +38,7 @@ def perceptron(chain: Chain) -> Tensor | None:
     if how == 2:
         made: Tensor = _apply_value(*operands, call)
         return made
-    return to_tensor(run_beside(call.forward, _arrays(operands)))
+    return to_tensor(run_beside(call.forward, _arrays(operands))[0])
 
 
 def _arrays(x: _Given) -> list[Any]:
@@ -58,22 +60,24 @@ class _Value(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *x, ctx.call = args
-        ctx.save_for_backward(*x)
-        return to_tensor(run_beside(ctx.call.forward, _arrays(x)))
+        made, kept = run_beside(ctx.call.forward, _arrays(x), not recomputes())
+        ctx.save_for_backward(*x, None if kept is None else KeptValue(kept).ticket())
+        return to_tensor(made)
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
-        x, call = ctx.saved_tensors, ctx.call
+        (*x, ticket), call = ctx.saved_tensors, ctx.call
         needs = _flags(ctx, call.names, x, call)
         if not any(needs):
             return (None,) * (len(x) + 1)
         if not mode((g,)):
             found = _by_layers(call, g, x, needs)
         elif torch.is_grad_enabled():
-            made = iter(_apply_gradients(g, *x, call, needs))
+            made = iter(_apply_gradients(g, *x, call, needs, kept_of(ticket)))
             found = [next(made) if need else None for need in needs]
         else:
-            found = _tensors(run_beside(call.backward, array_over(g), _arrays(x), needs))
+            given = array_over(g), _arrays(x), needs, kept_of(ticket)
+            found = _tensors(run_beside(call.backward, *given))
         return *found, None
 
 
@@ -82,10 +86,10 @@ class _Gradients(Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
-        g, *x, ctx.call, ctx.made = args
+        g, *x, ctx.call, ctx.made, kept = args
         ctx.save_for_backward(g, *x)
         ctx.set_materialize_grads(False)
-        found = run_beside(ctx.call.backward, array_over(g), _arrays(x), ctx.made)
+        found = run_beside(ctx.call.backward, array_over(g), _arrays(x), ctx.made, kept)
         return tuple([y for y in _tensors(found) if y is not None])
 
     @staticmethod
@@ -94,13 +98,13 @@ class _Gradients(Function):
         needs = _flags(ctx, ("grad", *call.names), (g, *x), call)
         there = [u for u in us if u is not None]
         if not there or not any(needs):
-            return (None,) * (len(needs) + 2)
+            return (None,) * (len(needs) + 3)
         if torch.is_grad_enabled() or not mode(there):
-            return *_twice_by_layers(call, us, g, x, ctx.made, needs), None, None
+            return *_twice_by_layers(call, us, g, x, ctx.made, needs), None, None, None
         given = iter(us)
         cotangents = [next(given) if made else None for made in ctx.made]
         arrays = _arrays(cotangents), array_over(g), _arrays(x)
-        return *_tensors(run_beside(call.twice, *arrays, needs)), None, None
+        return *_tensors(run_beside(call.twice, *arrays, needs)), None, None, None
 
 
 #: As `apply`, without PyTorch's preparations for torch.func, which `mode` has excluded.
