@@ -44,6 +44,16 @@ class Case:
     constants: tuple[Any, ...] = ()
     told: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def kind_open(self) -> bool:
+        """Whether a NaN in an operand may reach more than the formula says.
+
+        It may where a term that is absent is computed as zero times an operand, as in derivatives
+        beyond the first and in jets.
+        """
+        beyond = any(word in self.function for word in ("double_bwd", "jet"))
+        return beyond and self.draw.kind == "special"
+
     def __str__(self) -> str:
         return f"{self.function}({', '.join(_shown(x) for x in self.args)}, {_options(self.kwargs)})"
 

@@ -7,6 +7,8 @@ gives the same bits, with other threads too, and so do contiguous copies and few
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,11 +53,15 @@ def examine(case: Case, place: Place, tally: Tally) -> list[str]:
     args, kwargs, outs, replaced = _with_out(case, place, wanted)
     threads = _threads(d.rng)
     _poison(flat(wanted))
+    how = d.one(("raise", "warn", "ignore"))
     try:
-        got = place.call(case, args, kwargs)
+        with warnings.catch_warnings(), np.errstate(all=how):
+            warnings.simplefilter("error")
+            got = place.call(case, args, kwargs)
     except Exception as error:
-        return [f"raised {type(error).__name__}: {error}"]
-    faults = list(compared(case.function, got, wanted, d.rules.dtype, case.strict, tally))
+        told = "".join(traceback.format_exception(error, limit=-3)[1:-1]).replace("\n", " ")
+        return [f"raised {type(error).__name__}: {error} (NumPy's errors: {how}) {told}"]
+    faults = list(compared(case, got, wanted, tally))
     if outs and not all(any(x is y for y in flat(got)) for x, _ in outs):
         faults.append("a result is not the array that out= gave")
     for view, memory in outs:
@@ -118,10 +124,9 @@ def _nest(wanted: Any, made: Any) -> Any:
     return mapped(wanted, made)
 
 
-def compared(
-    function: str, got: Any, wanted: Any, dtype: np.dtype[Any], strict: bool, tally: Tally | None
-) -> Iterator[str]:
+def compared(case: Case, got: Any, wanted: Any, tally: Tally | None) -> Iterator[str]:
     """Yield what is wrong with the results of a call."""
+    dtype = case.draw.rules.dtype
     got_flat, wanted_flat = flat(got), flat(wanted)
     if mapped(got, lambda _: 0) != mapped(wanted, lambda _: 0):
         yield f"the results' nest is {mapped(got, _kind)}, expected {mapped(wanted, _kind)}"
@@ -137,7 +142,7 @@ def compared(
         elif (x.shape, x.dtype) != (number.shape, own):
             yield f"result {i} must be {own}{number.shape}, got {x.dtype}{x.shape}"
         else:
-            yield from _close(f"result {i}", np.asarray(x), number, own, strict, function, tally)
+            yield from _close(f"result {i}", np.asarray(x), number, own, case, tally)
 
 
 def _kind(x: Any) -> str:
@@ -148,9 +153,8 @@ def _kind(x: Any) -> str:
 
 
 def _close(
-    what: str, got: ndarray, want: Number, dtype: np.dtype[Any], strict: bool, function: str,
-    tally: Tally | None,
-) -> Iterator[str]:  # fmt: skip
+    what: str, got: ndarray, want: Number, dtype: np.dtype[Any], case: Case, tally: Tally | None
+) -> Iterator[str]:
     """Yield what is wrong with one result, against its bound after the store."""
     r, info = want.rules, ml_dtypes.finfo(dtype)
     with np.errstate(all="ignore"):
@@ -161,14 +165,16 @@ def _close(
         finite = np.isfinite(want.v) & np.isfinite(bound)
         over = finite & (size + bound >= float(info.max) * (1 - float(info.eps)))
         wrong = finite & ~(error <= bound) & ~(over & (np.abs(x) >= float(info.max) / 2))
-        if strict:
+        if case.kind_open:
+            wrong &= ~np.isnan(x)
+        if case.strict:
             wrong |= np.isnan(want.v) & ~np.isnan(x)
             wrong |= np.isinf(want.v) & (x != want.v)
     if tally is not None:
         exact = finite & ~over
         part = np.where(exact & (bound > 0), error, 0) / np.where(bound > 0, bound, 1)
         share = float(np.max(part, initial=0.0, where=~np.isnan(part)))
-        tally.add(function, int(finite.sum()), int(want.v.size - finite.sum()), share)
+        tally.add(case.function, int(finite.sum()), int(want.v.size - finite.sum()), share)
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
         yield (
@@ -209,7 +215,7 @@ def _again(case: Case, place: Place, got: Any, wanted: Any, threads: int) -> Ite
         again = place.call(case, *copies)
         if not _same(got, again):
             yield "contiguous copies give other bits"
-    if case.names and place.bits and d.chance(0.25):
+    if case.names and place.bits and d.palette.chance("company", 0.3) and d.chance(0.3):
         yield from _alone(case, place, got)
     if "keep" in case.told and d.chance(0.5):
         yield from _kept(case, place, wanted)
@@ -222,7 +228,7 @@ def _copy(x: Any) -> Any:
 def _alone(case: Case, place: Place, got: Any) -> Iterator[str]:
     """Yield whether a gradient has other bits where it is asked for alone."""
     needs = case.kwargs["needs"]
-    one = case.draw.one(needs)
+    one = case.draw.palette.one("alone", needs)
     found = place.call(case, case.args, case.kwargs | {"needs": (one,)})
     for x, y in zip(flat(found), _leaves_like(got, found), strict=True):
         if x is not None and y is not None and bits(x) != bits(y):
@@ -244,5 +250,5 @@ def _kept(case: Case, place: Place, wanted: Any) -> Iterator[str]:
         return
     _, kept = getattr(nf, function)(*args, keep=True, **options, **place.options())
     got = place.call(case, case.args, case.kwargs | {"kept": kept})
-    for fault in compared(case.function, got, wanted, case.draw.rules.dtype, False, None):
+    for fault in compared(case, got, wanted, None):
         yield f"with kept=: {fault}"

@@ -17,6 +17,7 @@ from .bounded import F64, LONG, Number, greater, where
 
 #: The factor c of the error of a function, by the order of its derivative.
 STABLE = (16, 24, 40, 80)
+_STEP = LONG.type(2) ** -12
 Function = tuple[Callable[[ndarray], ndarray] | None, ...]
 
 
@@ -89,7 +90,9 @@ def curve(f: Function, x: Number, order: int = 0, guard: bool | None = None) -> 
         reach = np.where(finite, x.e, 0) + c * r.u * size + (r.normal if r.flushed else 0)
         change = np.maximum(np.abs(value(point + reach) - v), np.abs(value(point - reach) - v))
         e = 2 * change + np.where(finite, x.e, 0).astype(LONG) ** 2 + c * r.u * np.abs(v) + r.normal
-        e = np.where(reach == 0, 0, e)  # exact, as 0 and infinities
+        if order:  # (near its zeros a derivative is as accurate as its own slope is large)
+            steep = np.abs(value(point + _STEP) - value(point - _STEP)) / (2 * _STEP)
+            e = e + c * r.u * np.where(np.isfinite(steep), steep, 0) / (1 + size)
         if order and guard:
             wrong = ~np.isfinite(v)
             v, e = np.where(wrong, 0, v), np.where(wrong, 0, e)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +45,28 @@ class Limits:
     longest: int = 4096
 
 
+class Palette:
+    """The choices that decide which kernels a case needs, as one of few variants makes them.
+
+    A kernel takes as long to compile as a hundred cases. So for each way to draw a call a run of
+    cases has so many variants (dtype, activation, what is None, what is asked for), and each of them
+    meets many shapes, layouts and values. The next run has other variants.
+    """
+
+    def __init__(self, *seed: int) -> None:
+        self.seed = seed
+
+    def generator(self, what: str) -> np.random.Generator:
+        """Return the generator of a choice, one and the same for each case of a variant."""
+        return np.random.default_rng([*self.seed, crc32(what.encode())])
+
+    def one(self, what: str, of: Sequence[Any]) -> Any:
+        return of[int(self.generator(what).integers(len(of)))]
+
+    def chance(self, what: str, p: float) -> bool:
+        return bool(self.generator(what).random() < p)
+
+
 @dataclass
 class Draw:
     """The choices of one case; what it makes can be asked for afterwards."""
@@ -51,6 +74,7 @@ class Draw:
     rng: np.random.Generator
     rules: Rules
     limits: Limits
+    palette: Palette
     kind: str = "normal"
     #: Each operand, in the order in which it was drawn, and the memory that it lies in.
     memory: list[tuple[ndarray, ndarray]] = field(default_factory=list)
@@ -141,29 +165,36 @@ class Draw:
         return view
 
     def number(self, x: Any) -> Any:
-        """Return the number of an operand, one and the same each time; None of None."""
+        """Return the number of an operand, of an array one and the same each time; None of None."""
         if x is None:
             return None
+        if not isinstance(x, ndarray):
+            return self.rules.number(x)
         if id(x) not in self.numbers:
             self.numbers[id(x)] = self.rules.number(x)
         return self.numbers[id(x)]
 
-    def like(self, x: ndarray | None, p: float = 0.8, scale: float = 1.0) -> ndarray | None:
+    def like(self, what: str, x: ndarray | None, p: float = 0.8) -> ndarray | None:
         """Return an array of an operand's shape, or None."""
-        if x is None or not self.chance(p):
+        if x is None or not self.palette.chance(what, p):
             return None
-        return self.array(x.shape, scale)
+        return self.array(x.shape)
 
-    def some(self, p: float, make: Callable[[], Any]) -> Any:
+    def some(self, what: str, p: float, make: Callable[[], Any]) -> Any:
         """Return what `make` makes, or None."""
-        return make() if self.chance(p) else None
+        return make() if self.palette.chance(what, p) else None
+
+    @property
+    def guard(self) -> bool:
+        return self.palette.chance("guard", 0.7)
 
     def needs(self, names: Sequence[Any]) -> tuple[Any, ...]:
         """Return some of the names, mostly all."""
-        if self.chance(0.5):
+        rng = self.palette.generator("needs")
+        if rng.random() < 0.5:
             return tuple(names)
-        found = tuple(x for x in names if self.chance(0.6))
-        return found or (self.one(names),)
+        found = tuple(x for x in names if rng.random() < 0.6)
+        return found or (names[int(rng.integers(len(names)))],)
 
     # --- factors ------------------------------------------------------------------------------
     def factors(
@@ -223,14 +254,16 @@ class Draw:
             self.bound.append((made, -1))
         return made
 
-    def operand(self, shape: tuple[int, ...]) -> ndarray:
+    def operand(self, what: str, shape: tuple[int, ...]) -> ndarray:
         """Return an array that broadcasts to a shape."""
-        how = self.rng.random()
-        if how < 0.3:
+        how = self.palette.one(what, ("whole", "whole", "row", "column", "scalar", "any"))
+        if how == "whole":
             return self.array(shape)
-        if how < 0.5 and shape:
+        if how == "row" and shape:
             return self.array(shape[-1:])
-        if how < 0.6:
+        if how == "column" and shape:
+            return self.array((*shape[:-1], 1)[-2:])
+        if how != "any":
             return self.array(())
         kept = tuple(n if self.chance(0.5) else 1 for n in shape)
         return self.array(kept[int(self.rng.integers(0, 1 + len(kept))) :])

@@ -94,12 +94,14 @@ class Operands:
         self, d: Draw, table: dict[str, Formula], vectors: bool = True, work: int | None = None
     ) -> None:
         self.d = d
-        self.name = d.one(tuple(table))
+        self.name = d.palette.one("formula", tuple(table))
         self.formula = table[self.name]
         self.a, self.factors = d.factors(self.formula.sums, vectors, work)
-        self.several = self.formula.sums > 1 or (vectors and d.chance(0.2))
+        self.several = self.formula.sums > 1 or (vectors and d.palette.chance("tuple", 0.2))
         self.out = result(self.a, self.factors[0])
-        self.operands = tuple(drawn(d, self.out) for _ in range(self.formula.operands))
+        self.operands = tuple(
+            drawn(d, f"operand {i}", self.out) for i in range(self.formula.operands)
+        )
         self.b = tuple(self.factors) if self.several else self.factors[0]
         self.f = recorded(self.name, self.formula)
         self.free = tuple(x for x in (self.a, *self.factors, *self.operands) if isinstance(x, ndarray))
@@ -138,17 +140,17 @@ class Operands:
         return ["a" in needs, *["b" in needs] * len(self.factors), *others]
 
 
-def drawn(d: Draw, shape: tuple[int, ...]) -> Any:
+def drawn(d: Draw, what: str, shape: tuple[int, ...]) -> Any:
     """Return an operand: an array, or a number that every dtype has."""
-    if d.chance(0.2):
+    if d.palette.chance(f"{what} is a number", 0.2):
         return d.one((0.5, -1.25, 2.0, 3, 0.0))
-    return d.operand(shape)
+    return d.operand(what, shape)
 
 
 # --- products -------------------------------------------------------------------------------------
 def epilogue(d: Draw) -> Case:
-    p = Operands(d, FORMULAS if d.chance(0.6) else SEVERAL)
-    keep = d.chance(0.3)
+    p = Operands(d, FORMULAS if d.palette.chance("single", 0.6) else SEVERAL)
+    keep = d.palette.chance("keep", 0.3)
 
     def truth() -> Any:
         made = p.truth()
@@ -162,11 +164,11 @@ def epilogue(d: Draw) -> Case:
 
 
 def epilogue_backward(d: Draw) -> Case:
-    p = Operands(d, FORMULAS if d.chance(0.6) else SEVERAL)
-    grad, guard, needs = p.grad(), d.chance(0.7), d.needs(p.names)
+    p = Operands(d, FORMULAS if d.palette.chance("single", 0.6) else SEVERAL)
+    grad, guard, needs = p.grad(), d.guard, d.needs(p.names)
     kwargs: dict[str, Any] = {"needs": needs, "guard": guard}
     saved = None
-    if d.chance(0.3):
+    if d.palette.chance("saved", 0.3):
         with np.errstate(all="ignore"):
             saved = tuple(z.v.astype(d.rules.acc) for z in p.truth().sums)
         d.memory += [(z, z) for z in saved]
@@ -181,11 +183,12 @@ def epilogue_backward(d: Draw) -> Case:
 
 
 def epilogue_tangent(d: Draw) -> Case:
-    p = Operands(d, FORMULAS if d.chance(0.6) else SEVERAL)
-    guard, a_dot = d.chance(0.7), d.like(p.a)
-    b_dots = tuple(d.like(b) for b in p.factors)
+    p = Operands(d, FORMULAS if d.palette.chance("single", 0.6) else SEVERAL)
+    guard, a_dot = d.guard, d.like("a_dot", p.a)
+    b_dots = tuple(d.like(f"b_dot {i}", b) for i, b in enumerate(p.factors))
     dots = tuple(
-        d.like(x) if isinstance(x, ndarray) else d.some(0.5, lambda: 0.75) for x in p.operands
+        d.like(f"dot {i}", x) if isinstance(x, ndarray) else d.some(f"dot {i}", 0.5, lambda: 0.75)
+        for i, x in enumerate(p.operands)
     )
 
     def truth() -> Any:
@@ -200,16 +203,16 @@ def epilogue_tangent(d: Draw) -> Case:
 
 # --- elements -------------------------------------------------------------------------------------
 def _elements(d: Draw) -> tuple[str, Formula, tuple[Any, ...], tuple[int, ...]]:
-    name = d.one(tuple(ELEMENTWISE))
+    name = d.palette.one("formula", tuple(ELEMENTWISE))
     f = ELEMENTWISE[name]
     m, n = d.lengths(2, d.limits.elements)
     shape: tuple[int, ...] = (*d.batch(m * n), m, n)[int(d.rng.integers(0, 2)) :]
-    operands = [d.array(shape), *(drawn(d, shape) for _ in range(f.operands - 1))]
+    operands = [d.array(shape), *(drawn(d, f"operand {i}", shape) for i in range(1, f.operands))]
     if shape and shape[-1] > 1 and len(operands) > 1:
         other = operands[1]
         if isinstance(other, ndarray) and other.ndim and other.shape[-1] > 1:
             d.bound.append((other, -1))
-    order = d.rng.permutation(len(operands)) if d.chance(0.4) else range(len(operands))
+    order = d.palette.generator("order").permutation(len(operands))
     return name, f, tuple(operands[int(i)] for i in order), shape
 
 
@@ -228,12 +231,12 @@ def elementwise(d: Draw) -> Case:
 
 def elementwise_backward(d: Draw) -> Case:
     name, f, operands, shape = _elements(d)
-    names, guard = tuple(range(len(operands))), d.chance(0.7)
+    names, guard = tuple(range(len(operands))), d.guard
     needs = d.needs(names)
     several = name in ("pair", "single")
     count = {"pair": 2}.get(name, 1)
-    grads: Any = tuple(d.array(shape) if i == 0 or d.chance(0.7) else None for i in range(count))
-    if count > 1 and d.chance(0.2):
+    grads: Any = tuple(d.array(shape) if i == 0 or d.palette.chance("second", 0.7) else None for i in range(count))
+    if count > 1 and d.palette.chance("second alone", 0.2):
         grads = (None, d.array(shape))
 
     def truth() -> Any:
@@ -257,10 +260,13 @@ class Gated:
     NAMES = ("a", "b_gate", "b_up", "bias_gate", "bias_up")
 
     def __init__(self, d: Draw) -> None:
-        self.d, self.act = d, d.one(NAMES)
+        self.d, self.act = d, d.palette.one("activation", NAMES)
         self.a, factors = d.factors(2)
         self.out = result(self.a, factors[0])
-        biases = [d.some(0.5, lambda: d.operand(self.out)) for _ in range(2)]
+        biases = [
+            d.some(f"bias {i}", 0.5, lambda i=i: d.operand(f"operand {i}", self.out))
+            for i in range(2)
+        ]
         self.given = [self.a, *factors, *biases]
 
     def truth(self, guard: bool = True, saved: Any = None) -> truths.Fused:
@@ -289,7 +295,7 @@ class Gated:
 
     def saved(self) -> tuple[ndarray, ndarray] | None:
         d = self.d
-        if not d.chance(0.3):
+        if not d.palette.chance("saved", 0.3):
             return None
         with np.errstate(all="ignore"):
             gate, up = (z.v.astype(d.dtype) for z in self.truth().pre)
@@ -299,7 +305,7 @@ class Gated:
 
 def gated_layer(d: Draw) -> Case:
     p = Gated(d)
-    keep = d.chance(0.3)
+    keep = d.palette.chance("keep", 0.3)
 
     def truth() -> Any:
         made = p.truth()
@@ -314,7 +320,7 @@ def gated_layer(d: Draw) -> Case:
 
 def gated_layer_backward(d: Draw) -> Case:
     p = Gated(d)
-    grad, guard, needs = d.array(p.out), d.chance(0.7), d.needs(p.NAMES)
+    grad, guard, needs = d.array(p.out), d.guard, d.needs(p.NAMES)
     saved, sum_batch = p.saved(), d.chance(0.25)
     kwargs: dict[str, Any] = {"needs": needs, "guard": guard, "sum_batch": sum_batch}
     if saved is not None:
@@ -335,8 +341,8 @@ def gated_layer_backward(d: Draw) -> Case:
 def gated_layer_double(d: Draw) -> Case:
     p = Gated(d)
     names = ("grad", *p.NAMES)
-    grad, guard, needs = d.array(p.out), d.chance(0.7), d.needs(names)
-    cotangents = [d.like(x) for x in p.given]
+    grad, guard, needs = d.array(p.out), d.guard, d.needs(names)
+    cotangents = [d.like(f"dot {i}", x) for i, x in enumerate(p.given)]
     kwargs: dict[str, Any] = {"needs": needs, "guard": guard}
     saved = p.saved()
     if saved is not None:
@@ -354,7 +360,7 @@ def gated_layer_double(d: Draw) -> Case:
 
 def gated_layer_tangent(d: Draw) -> Case:
     p = Gated(d)
-    dots, guard = [d.like(x) for x in p.given], d.chance(0.7)
+    dots, guard = [d.like(f"dot {i}", x) for i, x in enumerate(p.given)], d.guard
 
     def truth() -> Any:
         n = d.number

@@ -17,8 +17,11 @@ from numfuse.backends import Traits, resolve
 
 from .bounded import Rules
 from .cases import Case, mapped
-from .draws import LAYOUTS, VALUES, Draw, Limits
+from .draws import LAYOUTS, VALUES, Draw, Limits, Palette
 
+#: Cases of a run, which has so many variants of each way to draw a call.
+RUN = 10_000
+VARIANTS = 5
 #: What a library's arrays can be of; a result that a CPU's arrays of it give is the CPU's.
 LIBRARIES = ("torch", "jax", "autograd", "dask")
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
@@ -40,10 +43,9 @@ class Place:
     #: Whether a result has the same bits whatever the operands' strides are.
     bits: bool = True
 
-    def rules(self, d: np.random.Generator) -> Rules:
+    def rules(self, palette: Palette) -> Rules:
         """Draw a dtype, and return what the arithmetic promises in it."""
-        weights = np.array([{"float64": 4, "float32": 5}.get(x, 2) for x in self.limits.dtypes], float)
-        dtype = self.limits.dtypes[int(d.choice(len(weights), p=weights / weights.sum()))]
+        dtype = palette.one("dtype", self.limits.dtypes)
         return Rules(_DTYPES[dtype], self.traits.subnormals, self.traits.division)
 
     def options(self) -> dict[str, Any]:
@@ -111,11 +113,12 @@ def place(name: str, backend: Any = None) -> Place:
     return Place(name, Limits(dtypes), traits, backend or name, True, bits)
 
 
-def drawn(place: Place, seed: Sequence[int]) -> Draw:
+def drawn(place: Place, seed: int, index: int, way: int) -> Draw:
     """Return the beginnings of a case."""
-    rng = np.random.default_rng(list(seed))
-    rules = place.rules(rng)
+    rng = np.random.default_rng([seed, index, way])
+    palette = Palette(seed, index // RUN, way, int(rng.integers(VARIANTS)))
+    rules = place.rules(palette)
     kinds = [x for x in VALUES if x in place.limits.values]
     weights = np.array([VALUES[x] for x in kinds], float)
     kind = kinds[int(rng.choice(len(kinds), p=weights / weights.sum()))]
-    return Draw(rng, rules, place.limits, kind)
+    return Draw(rng, rules, place.limits, palette, kind)

@@ -24,12 +24,12 @@ class Operands:
         self.d = d
         self.a, (self.b,) = d.factors()
         self.out = result(self.a, self.b)
-        self.bias = d.some(0.6, lambda: d.bias(self.out, self.a, self.b))
+        self.bias = d.some("bias", 0.6, lambda: d.bias(self.out, self.a, self.b))
         self.residual: ndarray | None = None
         if residual:
             kept = tuple(n if d.chance(0.7) else 1 for n in self.out)
             self.residual = d.array(kept[int(d.rng.integers(0, 1 + len(kept) // 2)) :])
-        self.act: str = "none" if residual else d.one(NAMES)
+        self.act: str = "none" if residual else d.palette.one("activation", NAMES)
         self.given = [self.a, self.b, self.bias, *([self.residual] if residual else [])]
 
     def grad(self) -> ndarray:
@@ -48,13 +48,13 @@ class Operands:
     def saved(self) -> ndarray | None:
         """Return a pre-activation as a forward would return it, or None."""
         d = self.d
-        if not d.chance(0.35):
+        if not d.palette.chance("saved", 0.35):
             return None
         n = d.number
         z = truths.matmul(n(self.a), n(self.b), n(self.bias))
         if self.residual is not None:
             z = z + n(self.residual)
-        acc = d.rules.acc if d.chance(0.7) else d.dtype
+        acc = d.rules.acc if d.palette.chance("acc", 0.7) else d.dtype
         with np.errstate(all="ignore"):
             made = z.v.astype(acc)
         d.memory.append((made, made))
@@ -70,7 +70,7 @@ def result(a: ndarray, b: ndarray) -> tuple[int, ...]:
 # --- layers -------------------------------------------------------------------------------------
 def forward(d: Draw) -> Case:
     p = Operands(d)
-    keep = d.chance(0.4)
+    keep = d.palette.chance("keep", 0.4)
 
     def truth() -> Any:
         made = p.truth()
@@ -95,7 +95,7 @@ def residual(d: Draw) -> Case:
 def _backward(d: Draw, with_residual: bool) -> Case:
     p = Operands(d, with_residual)
     names = ("a", "b", "bias", *(("residual",) if with_residual else ()))
-    needs, guard, grad = d.needs(names), d.chance(0.7), p.grad()
+    needs, guard, grad = d.needs(names), d.guard, p.grad()
     saved, sum_batch = p.saved(), d.chance(0.3)
     kwargs: dict[str, Any] = {"needs": needs, "guard": guard, "sum_batch": sum_batch}
     if saved is not None:
@@ -121,8 +121,8 @@ def residual_backward(d: Draw) -> Case:
 def _double(d: Draw, with_residual: bool) -> Case:
     p = Operands(d, with_residual)
     names = ("grad", "a", "b", "bias", *(("residual",) if with_residual else ()))
-    needs, guard, grad = d.needs(names), d.chance(0.7), p.grad()
-    cotangents = [d.like(x) for x in p.given]
+    needs, guard, grad = d.needs(names), d.guard, p.grad()
+    cotangents = [d.like(f"dot {i}", x) for i, x in enumerate(p.given)]
     kwargs: dict[str, Any] = {"needs": needs, "guard": guard}
     saved = None if with_residual else p.saved()
     if saved is not None:
@@ -148,7 +148,7 @@ def residual_double_backward(d: Draw) -> Case:
 
 def _tangent(d: Draw, with_residual: bool) -> Case:
     p = Operands(d, with_residual)
-    dots, guard = [d.like(x) for x in p.given], d.chance(0.7)
+    dots, guard = [d.like(f"dot {i}", x) for i, x in enumerate(p.given)], d.guard
     kwargs = {} if with_residual else {"guard": guard}
 
     def truth() -> Any:
@@ -178,7 +178,7 @@ def _pair(d: Draw) -> tuple[ndarray, ndarray, str, tuple[int, ...]]:
     a, b = d.array(shape), d.array(shape)
     if shape:
         d.bound += [(b, -1)]
-    return a, b, d.one(NAMES), shape
+    return a, b, d.palette.one("activation", NAMES), shape
 
 
 def gate(d: Draw) -> Case:
@@ -194,7 +194,7 @@ def gate(d: Draw) -> Case:
 
 def gate_backward(d: Draw) -> Case:
     a, b, act, shape = _pair(d)
-    grad, guard, names = d.array(shape), d.chance(0.7), ("a", "b")
+    grad, guard, names = d.array(shape), d.guard, ("a", "b")
     needs, named = d.needs(names), act in GATES and d.chance(0.5)
 
     def truth() -> Any:
@@ -208,8 +208,8 @@ def gate_backward(d: Draw) -> Case:
 
 def gate_double_backward(d: Draw) -> Case:
     a, b, act, shape = _pair(d)
-    grad, guard, names = d.array(shape), d.chance(0.7), ("grad", "a", "b")
-    u, v, needs = d.like(a), d.like(b), d.needs(names)
+    grad, guard, names = d.array(shape), d.guard, ("grad", "a", "b")
+    u, v, needs = d.like("u", a), d.like("v", b), d.needs(names)
 
     def truth() -> Any:
         made = truths.Gate(d.number(a), d.number(b), act, guard)
@@ -223,7 +223,7 @@ def gate_double_backward(d: Draw) -> Case:
 
 def gate_tangent(d: Draw) -> Case:
     a, b, act, _ = _pair(d)
-    dots, guard = [d.like(a), d.like(b)], d.chance(0.7)
+    dots, guard = [d.like("a_dot", a), d.like("b_dot", b)], d.guard
 
     def truth() -> Any:
         made = truths.Gate(d.number(a), d.number(b), act, guard)

@@ -14,20 +14,32 @@ from .fused import FORMULAS
 from .layers import NAMES
 
 
+#: Numbers of directions.
+COUNTS = (0, 1, 1, 2, 2, 3, 3, 5)
+
+
+def second(d: Draw, count: int) -> ndarray:
+    """Return weights of second derivatives, of one of few patterns of zeros: each is compiled."""
+    patterns = [np.ones((1, count)), np.zeros((0, count)), np.eye(count)[:2]]
+    patterns += [np.tri(3, count), np.zeros((2, count))]
+    kept = d.palette.one("pattern", patterns)
+    drawn = d.rng.integers(1, 5, kept.shape) * d.one((-0.5, 0.5)) * kept
+    return drawn.astype(d.one(("float64", "float32")))
+
+
 class Directions:
     """Tangents of a left factor, and the weights of second derivatives."""
 
     def __init__(self, d: Draw, a: ndarray) -> None:
         self.d = d
-        self.count = int(d.rng.integers(0, 4)) if d.chance(0.85) else int(d.rng.integers(4, 8))
+        self.count = d.palette.one("directions", COUNTS)
         self.seconds = self.count
         self.weights: Any = None
-        if d.chance(0.6):
-            self.seconds = int(d.rng.integers(0, 4))
-            self.weights = d.rng.integers(-2, 3, (self.seconds, self.count)) / 2
-            self.weights = self.weights.astype(d.one(("float64", "float32")))
+        if d.palette.chance("weights", 0.5):
+            self.weights = second(d, self.count)
+            self.seconds = len(self.weights)
         self.dot = d.array((self.count, *a.shape))
-        self.ddot = d.some(0.6, lambda: d.array((self.seconds, *a.shape)))
+        self.ddot = d.some("ddot", 0.6, lambda: d.array((self.seconds, *a.shape)))
         if self.count:
             d.bound.append((self.dot, -1))
         self.used = np.eye(self.count) if self.weights is None else self.weights
@@ -42,7 +54,10 @@ class Directions:
         """Return cotangents of the value, the directions and the seconds."""
         d = self.d
         shapes = out, (self.count, *out), (self.seconds, *out)
-        return [d.some(0.8, lambda shape=shape: d.array(shape)) for shape in shapes]
+        return [
+            d.some(f"grad {i}", 0.8, lambda shape=shape: d.array(shape))
+            for i, shape in enumerate(shapes)
+        ]
 
 
 # --- layers -------------------------------------------------------------------------------------
@@ -51,8 +66,8 @@ class _Layer:
         self.d = d
         self.a, (self.b,) = d.factors(vectors=False, work=d.limits.work // 4)
         self.out = layers.result(self.a, self.b)
-        self.bias = d.some(0.6, lambda: d.bias(self.out, self.a, self.b))
-        self.act, self.guard = d.one(NAMES), d.chance(0.7)
+        self.bias = d.some("bias", 0.6, lambda: d.bias(self.out, self.a, self.b))
+        self.act, self.guard = d.palette.one("activation", NAMES), d.guard
         self.moved = Directions(d, self.a)
         self.operands = self.a, self.b, self.bias, self.act, self.moved.dot
 
@@ -96,12 +111,13 @@ class _Formula:
     def __init__(self, d: Draw) -> None:
         # (factors are matrices, and small: a jet has several of each)
         self.p = p = fused.Operands(d, FORMULAS, vectors=False, work=d.limits.work // 4)
-        self.moved, self.guard = Directions(d, p.a), d.chance(0.7)
+        self.moved, self.guard = Directions(d, p.a), d.guard
         self.operands = p.a, p.b, p.f, p.operands, self.moved.dot
 
-    def truth(self) -> truths.Jet:
+    def truth(self) -> tuple[truths.Jet, truths.Fused]:
         dots, ddots = self.moved.numbers()
-        return truths.fused_jet(self.p.truth(self.guard), dots, ddots, self.moved.used)
+        made = self.p.truth(self.guard)
+        return truths.fused_jet(made, dots, ddots, self.moved.used), made
 
 
 def formula_jet(d: Draw) -> Case:
@@ -110,7 +126,7 @@ def formula_jet(d: Draw) -> Case:
     free = (*p.p.free, *(x for x in (p.moved.dot, p.moved.ddot) if x is not None))
     args = (*p.operands, p.moved.ddot)
     return Case(
-        "matmul_epilogue_jet", args, kwargs, lambda: p.truth().result(), d, False, True,
+        "matmul_epilogue_jet", args, kwargs, lambda: p.truth()[0].result(), d, False, True,
         free=free, constants=(p.moved.weights,),
     )  # fmt: skip
 
@@ -124,9 +140,10 @@ def formula_jet_backward(d: Draw) -> Case:
 
     def truth() -> Any:
         n = d.number
-        inputs = [n(q.a), n(q.b), *map(n, q.operands), n(p.moved.dot), n(p.moved.ddot)]
+        jet, made = p.truth()
+        inputs = [*made.operands, n(p.moved.dot), n(p.moved.ddot)]
         given = [n(g) for g in grads]
-        d_a, d_b, *rest = p.truth().backward(given, inputs, [x in needs for x in names])
+        d_a, d_b, *rest = jet.backward(given, inputs, [x in needs for x in names])
         others = zip(rest[:-2], q.operands, strict=True)
         return d_a, d_b, tuple(q.wanted(y, x) for y, x in others), *rest[-2:]
 
@@ -158,14 +175,18 @@ class _Network:
             d.array((*own, k, n), max(1, k) ** -0.5) for own, (k, n) in zip(each, pairs, strict=True)
         ]
         self.biases: Any = None
-        if d.chance(0.8):
-            self.biases = [d.some(0.8, lambda i=i: self._bias(each[i], widths[i + 1])) for i in range(depth)]
-        acts = [d.one(NAMES) for _ in range(depth)]
-        if d.chance(0.5):
+        few = d.palette
+        if few.chance("biases", 0.8):
+            self.biases = [
+                d.some(f"bias {i}", 0.8, lambda i=i: self._bias(each[i], widths[i + 1]))
+                for i in range(depth)
+            ]
+        acts = [few.one(f"activation {i % 2}", NAMES) for i in range(depth)]
+        if few.chance("one activation", 0.5):
             acts[:-1] = [acts[0]] * (depth - 1)
-        if d.chance(0.6):
+        if few.chance("plain", 0.6):
             acts[-1] = "none"
-        self.acts, self.guard = acts, d.chance(0.7)
+        self.acts, self.guard = acts, d.guard
         same = len(set(acts[:-1])) <= 1 and depth > 1 and d.chance(0.7)
         self.activation: Any = acts[0] if same else tuple(acts[:-1])
         self.options = {} if acts[-1] == "none" else {"final": acts[-1]}
@@ -200,8 +221,10 @@ class _Network:
         d = self.d
         groups: list[Any] = []
         for group in (self.weights, self.given):
-            groups.append(d.some(0.85, lambda group=group: [d.like(x) for x in group]))
-        return d.like(self.x), *groups
+            name = f"group {len(groups)}"
+            made = [d.like(f"{name} {i}", x) for i, x in enumerate(group)]
+            groups.append(d.some(name, 0.85, lambda made=made: made))
+        return d.like("x_dot", self.x), *groups
 
     def numbers(self, given: tuple[Any, Any, Any]) -> tuple[Any, list[Any], list[Any]]:
         n, count = self.d.number, len(self.weights)
@@ -260,13 +283,14 @@ class _NetworkJet(_Network):
         width = self.x.shape[-1]
         given: dict[str, Any] = {}
         self.directions = np.eye(width)
-        if width > 8 or d.chance(0.5):
-            self.directions = d.rng.integers(-4, 5, (int(d.rng.integers(0, 4)), width)) / 4
+        if width > 3 or d.palette.chance("given", 0.5):
+            count = d.palette.one("directions", COUNTS)
+            self.directions = d.rng.integers(-4, 5, (count, width)) / 4
             given["directions"] = self.directions
         count = len(self.directions)
         self.second = np.eye(count)
-        if d.chance(0.5):
-            self.second = d.rng.integers(-2, 3, (int(d.rng.integers(0, 3)), count)) / 2
+        if d.palette.chance("weights", 0.5):
+            self.second = second(d, count)
             given["second"] = self.second
         self.constants = tuple(given.values())
         self.options = self.options | given
@@ -287,7 +311,10 @@ def mlp_jet(d: Draw) -> Case:
 def mlp_jet_backward(d: Draw) -> Case:
     p = _NetworkJet(d)
     shapes = p.out, (len(p.directions), *p.out), (len(p.second), *p.out)
-    grads = [d.some(0.8, lambda shape=shape: d.array(shape)) for shape in shapes]
+    grads = [
+        d.some(f"grad {i}", 0.8, lambda shape=shape: d.array(shape))
+        for i, shape in enumerate(shapes)
+    ]
     needs = d.needs(_NEEDS)
     kwargs = {"needs": needs, "guard": p.guard, **p.options}
 

@@ -20,7 +20,7 @@ import numpy as np
 from . import checks, fused, layers, networks, wrong
 from .cases import Case
 from .draws import Draw
-from .kinds import LIBRARIES, Place, drawn, place
+from .kinds import LIBRARIES, RUN, Place, drawn, place
 
 STATE = 256
 CALLS: dict[Callable[[Draw], Case], int] = layers.CALLS | fused.CALLS | networks.CALLS
@@ -53,9 +53,7 @@ def ways(function: str | None) -> list[str]:
     """Return the ways whose calls are of a function, or of all."""
     if function is None or function in BY_NAME:
         return [function] if function else list(BY_NAME)
-    words = {"matmul_bias_": "", "matmul_": "", "activation": ""}
     found = [name for name, make in BY_NAME.items() if function in _functions(make)]
-    del words
     if not found:
         raise ValueError(f"no call is of {function!r}; the ways are {', '.join(BY_NAME)}")
     return found
@@ -64,7 +62,7 @@ def ways(function: str | None) -> list[str]:
 def _functions(make: Callable[[Draw], Case]) -> set[str]:
     """Return the public functions that a way calls, of a few draws on the reference."""
     there = place("reference")
-    return {make(drawn(there, (0, i))).function for i in range(24)}
+    return {make(drawn(there, 0, i * RUN, 0)).function for i in range(24)}
 
 
 def word(name: str, seed: int, index: int, among: list[str]) -> Word:
@@ -76,7 +74,7 @@ def word(name: str, seed: int, index: int, among: list[str]) -> Word:
 
 def judge(w: Word, there: Place, tally: checks.Tally) -> tuple[str, list[str]]:
     """Draw and make the call of a word; return it in words, and what is wrong."""
-    d = drawn(there, (w.seed, w.index, crc32(w.way.encode())))
+    d = drawn(there, w.seed, w.index, crc32(w.way.encode()))
     case = BY_NAME[w.way](d)
     tally.calls += 1
     if there.name not in LIBRARIES and d.rng.integers(WRONG) == 0:
