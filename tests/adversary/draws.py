@@ -43,6 +43,8 @@ class Limits:
     layouts: Sequence[str] = LAYOUTS
     values: Sequence[str] = tuple(VALUES)
     longest: int = 4096
+    #: Variants of each way to draw a call in a run: each has kernels of its own.
+    variants: int = 5
 
 
 class Palette:

@@ -19,9 +19,8 @@ from .bounded import Rules
 from .cases import Case, mapped
 from .draws import LAYOUTS, VALUES, Draw, Limits, Palette
 
-#: Cases of a run, which has so many variants of each way to draw a call.
+#: Cases of a run, which has few variants of each way to draw a call.
 RUN = 10_000
-VARIANTS = 5
 #: What a library's arrays can be of; a result that a CPU's arrays of it give is the CPU's.
 LIBRARIES = ("torch", "jax", "autograd", "dask")
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
@@ -40,6 +39,8 @@ class Place:
     #: What `backend=` gets; None: nothing is said.
     backend: Any = None
     out: bool = True
+    #: Errors that tell what a library's arrays cannot be given to, and are no faults.
+    refuses: tuple[type[Exception], ...] = ()
     #: Whether a result has the same bits whatever the operands' strides are.
     bits: bool = True
 
@@ -47,6 +48,10 @@ class Place:
         """Draw a dtype, and return what the arithmetic promises in it."""
         dtype = palette.one("dtype", self.limits.dtypes)
         return Rules(_DTYPES[dtype], self.traits.subnormals, self.traits.division)
+
+    def serves(self, module: str) -> bool:
+        """Return whether the calls of a module are for this place."""
+        return True
 
     def options(self) -> dict[str, Any]:
         return {} if self.backend is None else {"backend": self.backend}
@@ -102,21 +107,21 @@ def place(name: str, backend: Any = None) -> Place:
     bits = not {"tier", "axes"} & {*traits.order}
     if name == "reference":
         # (products in long double by plain loops)
-        return Place(name, Limits(dtypes, 60_000, 20_000), traits, backend or name, True, bits)
+        return Place(name, Limits(dtypes, 60_000, 20_000), traits, backend or name, bits=bits)
     if traits.simulator or SIMULATED:
         kinds = tuple(x for x in LAYOUTS if x != "zero")
-        limits = Limits(dtypes, 120, 60, 10**9, 1, kinds, tuple(VALUES), 9)
-        return Place(name, limits, traits, name, True, False)
+        limits = Limits(dtypes, 120, 60, 10**9, 1, kinds, tuple(VALUES), 9, 1)
+        return Place(name, limits, traits, name, bits=False)
     if traits.memory == "device":
-        limits = Limits(dtypes, 60_000, 20_000, 10**9)
-        return OnDevice(name, limits, traits, name, True, False)
-    return Place(name, Limits(dtypes), traits, backend or name, True, bits)
+        limits = Limits(dtypes, 60_000, 20_000, 10**9, variants=2)
+        return OnDevice(name, limits, traits, name, bits=False)
+    return Place(name, Limits(dtypes), traits, backend or name, bits=bits)
 
 
 def drawn(place: Place, seed: int, index: int, way: int) -> Draw:
     """Return the beginnings of a case."""
     rng = np.random.default_rng([seed, index, way])
-    palette = Palette(seed, index // RUN, way, int(rng.integers(VARIANTS)))
+    palette = Palette(seed, index // RUN, way, int(rng.integers(place.limits.variants)))
     rules = place.rules(palette)
     kinds = [x for x in VALUES if x in place.limits.values]
     weights = np.array([VALUES[x] for x in kinds], float)

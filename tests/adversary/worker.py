@@ -82,8 +82,10 @@ def judge(w: Word, there: Place, tally: checks.Tally) -> tuple[str, list[str]]:
     if there.name in LIBRARIES:
         from .gradients import differentiated
 
-        if case.free and d.chance(0.7):
+        if case.free and (not there.plain or d.chance(0.7)) and there.name != "dask":
             return str(case), differentiated(case, there, tally)
+        if not there.plain:
+            return str(case), []
     return f"{d.kind} {case}", checks.examine(case, there, tally)
 
 
@@ -92,7 +94,8 @@ def run(
     write: Callable[[dict[str, Any]], None], step: int = 1, backend: Any = None,
 ) -> checks.Tally:  # fmt: skip
     """Make calls until the time is over, and write what is wrong as it is found."""
-    there, among, tally = place(name, backend), ways(function), checks.Tally()
+    there, tally = place(name, backend), checks.Tally()
+    among = [way for way in ways(function) if there.serves(BY_NAME[way].__module__)]
     state.write_bytes(bytes(STATE))
     end, index = time.monotonic() + seconds, first
     with state.open("r+b") as opened, mmap.mmap(opened.fileno(), STATE) as view:
