@@ -119,7 +119,10 @@ class Findings:
             count = self.kinds[kind] = self.kinds.get(kind, 0) + 1
             if count <= MOST:
                 print(f"\n{found['fault'][:1500]}\n  {found['call'][:1200]}", flush=True)
-                print(f"  again: python -m tests.adversary --replay {found['word']}", flush=True)
+                again = f"--replay {found['word']}"
+                if place == "scenario":
+                    again = f"--scenario '{found['call']}'"
+                print(f"  again: python -m tests.adversary {again}", flush=True)
 
 
 def _kind(fault: str) -> str:

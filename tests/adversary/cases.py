@@ -51,7 +51,8 @@ class Case:
         It may where a term that is absent is computed as zero times an operand, as in derivatives
         beyond the first and in jets.
         """
-        beyond = any(word in self.function for word in ("double_bwd", "jet"))
+        words = "double_bwd", "jet", "elementwise_bwd", "epilogue_bwd", "epilogue_jvp"
+        beyond = any(word in self.function for word in words)
         return beyond and self.draw.kind == "special"
 
     def __str__(self) -> str:
