@@ -15,8 +15,8 @@ from numpy import ndarray
 from numfuse.differentials import matmul_bias_activation_double_bwd, matmul_bias_activation_jvp
 from numfuse.functional import BackendLike, matmul_bias_activation, matmul_bias_activation_bwd
 from numfuse.networks import listed
-from numfuse.perceptron import Kept, Network, sequences
-from numfuse.problem.operands import array_of, same_dtype
+from numfuse.perceptron import Kept, Network, added, rounded, sequences
+from numfuse.problem.operands import array_of, as_plain, same_dtype
 from numfuse.problem.results import NetworkGradients, NetworkSecondGradients
 from numfuse.runtime.dispatch import adapter_for
 
@@ -50,11 +50,11 @@ class Chain:
         """Return a cotangent or a tangent as the layers take it; `like` has the shape it needs."""
         if x is None:
             return None
+        x = x if self.net is None else as_plain(name, array_of(x))
         if like is not None and tuple(x.shape) != tuple(like.shape):
             raise ValueError(f"{name} must have shape {tuple(like.shape)}, got {tuple(x.shape)}")
         if self.net is None:
             return x
-        x = array_of(x)
         same_dtype({**self.net.given, name: x})
         return x.astype(self.net.acc, copy=False)
 
@@ -77,7 +77,7 @@ class Chain:
         """Return a result in the dtype of the operands."""
         if isinstance(x, tuple):
             return tuple(map(self.rounded, x))
-        return x if x is None or self.net is None else x.astype(self.net.dtype, copy=False)
+        return x if x is None or self.net is None else rounded(x, self.net.dtype)
 
     # --- layer by layer -------------------------------------------------------------------------
     def run(self, kept: Kept | None = None, out: Any = None) -> Any:
@@ -158,6 +158,8 @@ class Chain:
 
 def _added(x: Any, y: Any) -> Any:
     """Return the sum of two arrays, either of which may be None: zero."""
+    if isinstance(x, ndarray) and isinstance(y, ndarray):
+        return added(x, y)
     return y if x is None else x if y is None else x + y
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numfuse.backends import resolve
 from numfuse.chains import NEEDS, SECOND_NEEDS, Chain, only
 from numfuse.functional import ActivationLike, BackendLike
-from numfuse.perceptron import Kept
-from numfuse.problem.operands import array_of, output, shaped
+from numfuse.perceptron import Kept, rounded, store
+from numfuse.problem.operands import array_of, as_plain, output, shaped
 from numfuse.problem.results import (
     NetworkGradients,
     NetworkSecondGradients,
@@ -94,9 +94,9 @@ def mlp(
     else:
         call.run(kept, made)
     if target is None:
-        target = made.astype(net.dtype, copy=False)
+        target = rounded(made, net.dtype)
     elif target is not made:
-        target[...] = made
+        store(target, made)
     target = target if out is None else out
     return (target, kept) if keep else target
 
@@ -156,7 +156,7 @@ def mlp_bwd(
     if kept is not None and not kept.inputs:
         kept = None
     if net is not None:
-        grad = call.cast("grad", shaped(array_of(grad), "grad", net.shapes[0]))
+        grad = call.cast("grad", shaped(as_plain("grad", array_of(grad)), "grad", net.shapes[0]))
         whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
         found = None if whole is None else whole(net, (grad, None, None), wanted)
         if found is not None:
@@ -273,6 +273,7 @@ def mlp_double_bwd(
     call = Chain("mlp_double_bwd", x, weights, biases, activation, final, guard, backend)
     groups = call.group("v", v, 0), call.group("w", w, 1)
     if call.net is not None:
-        grad = call.cast("grad", shaped(array_of(grad), "grad", call.net.shapes[0]))
+        grad = shaped(as_plain("grad", array_of(grad)), "grad", call.net.shapes[0])
+        grad = call.cast("grad", grad)
     found = call.twice(call.cast("u", u, call.x), *groups, grad, wanted)
     return NetworkSecondGradients(*map(call.rounded, found))

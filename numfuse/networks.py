@@ -10,8 +10,8 @@ from numpy import ndarray
 
 from numfuse.backends import resolve
 from numfuse.functional import ActivationLike, BackendLike
-from numfuse.perceptron import Kept, Memory, Network
-from numfuse.problem.operands import array_of, output, same_dtype, shaped
+from numfuse.perceptron import Kept, Memory, Network, silently, store
+from numfuse.problem.operands import array_of, as_plain, output, same_dtype, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs, network_outputs
 from numfuse.runtime.dispatch import adapter_for
 
@@ -131,7 +131,7 @@ def _stored(results: Sequence[ndarray], made: Sequence[ndarray]) -> NetworkJet:
     """Return the results, to which goes what was computed elsewhere."""
     for target, y in zip(results, made, strict=True):
         if target is not y:
-            target[...] = y
+            store(target, y)
     return NetworkJet(*results)
 
 
@@ -230,7 +230,7 @@ def mlp_jet_bwd(
     names = "grad", "grad_dot", "grad_ddot"
     for name, y, shape in zip(names, grads, net.shapes, strict=True):
         if y is not None:
-            y = shaped(array_of(y), name, shape)
+            y = shaped(as_plain(name, array_of(y)), name, shape)
             same_dtype({"x": x, name: y})
             y = y.astype(net.acc, copy=False)
         given.append(y)
@@ -260,6 +260,7 @@ def mlp_jet_bwd(
     return _gradients(net, d_x, totals, wanted, targets)
 
 
+@silently
 def _gradients(
     net: Network,
     d_x: ndarray | None,
