@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 #: Seconds that a scenario may take; kernels are compiled in most of them.
-LONGEST = 240
+LONGEST = 600
 
 #: What every program begins with: `check()` makes calls of some kinds and compares them.
 HEAD = '''

@@ -53,16 +53,16 @@ def ways(function: str | None) -> list[str]:
     """Return the ways whose calls are of a function, or of all."""
     if function is None or function in BY_NAME:
         return [function] if function else list(BY_NAME)
-    found = [name for name, make in BY_NAME.items() if function in _functions(make)]
+    found = [name for name, make in BY_NAME.items() if function in functions(make)]
     if not found:
         raise ValueError(f"no call is of {function!r}; the ways are {', '.join(BY_NAME)}")
     return found
 
 
-def _functions(make: Callable[[Draw], Case]) -> set[str]:
+def functions(make: Callable[[Draw], Case]) -> set[str]:
     """Return the public functions that a way calls, of a few draws on the reference."""
     there = place("reference")
-    return {make(drawn(there, 0, i * RUN, 0)).function for i in range(24)}
+    return {make(drawn(there, 0, i * RUN + i, 0)).function for i in range(60)}
 
 
 def word(name: str, seed: int, index: int, among: list[str]) -> Word:
