@@ -154,7 +154,9 @@ def adapter_call(x: np.ndarray, layers: Layers) -> Callable[[], Any]:
     """Return the call of numfuse through PyTorch: a loss of tensors, its gradient by autograd."""
     import torch
 
-    weights, biases = ([torch.from_numpy(y).requires_grad_() for y in ys] for ys in zip(*layers))
+    weights, biases = (
+        [torch.from_numpy(y).requires_grad_() for y in ys] for ys in zip(*layers, strict=True)
+    )
     points, second = torch.from_numpy(x), np.array([[1.0, 0.0]])
     order = [y for pair in zip(weights, biases, strict=True) for y in pair]
 

@@ -26,6 +26,8 @@ SHARES = {
 }  # fmt: skip
 #: Seconds that one call may take: a kernel of lavapipe or a formula's jet takes some.
 LONGEST = 120.0
+#: Seconds between two looks at a process.
+TURN = 0.2
 #: Findings of one kind (a way and the beginning of what is wrong) that are printed in full.
 MOST = 3
 
@@ -65,7 +67,7 @@ class Watched:
         ]
         for reader in readers:
             reader.start()
-        hangs = self._watch(process, state, seconds)
+        hangs = self._watch(process, state)
         for reader in readers:
             reader.join()
         if process.returncode == 0:
@@ -86,15 +88,16 @@ class Watched:
             else:
                 self.tally = found["tally"]
 
-    def _watch(self, process: subprocess.Popen[str], state: Path, seconds: float) -> bool:
+    def _watch(self, process: subprocess.Popen[str], state: Path) -> bool:
         """Wait for the end; kill a process whose call does not end, and return whether one was."""
-        before, since = b"", time.monotonic()
+        before, turns = b"", 0
         while process.poll() is None:
-            time.sleep(0.2)
-            now = state.read_bytes()
+            # (turns, not the clock: a machine may stop both processes for a while)
+            time.sleep(TURN)
+            now, turns = state.read_bytes(), turns + 1
             if now != before:
-                before, since = now, time.monotonic()
-            if time.monotonic() - since > LONGEST + 180 * (not now):
+                before, turns = now, 0
+            if turns * TURN > LONGEST + 180 * (not now):
                 process.send_signal(signal.SIGABRT)  # faulthandler tells where it hangs
                 try:
                     process.wait(10)

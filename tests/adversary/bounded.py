@@ -1,23 +1,23 @@
 r"""Numbers that know how far a computation may be off them, and how they came about.
 
-A :class:`Number` is an array of exact values `v` (long double where numfuse computes in float64, else
-float64), of sizes `m` and of errors `e`. The size is what the value would be if nothing cancelled:
-sums of absolute values of products. The error bounds what any order of evaluation in the
+A :class:`Number` is an array of exact values `v` (long double where numfuse computes in float64,
+else float64), of sizes `m` and of errors `e`. The size is what the value would be if nothing
+cancelled: sums of absolute values of products. The error bounds what any order of evaluation in the
 accumulator's dtype, of unit roundoff u, may be off:
 
-- a sum of n products, in any order: gamma_n times the sum of their sizes (N. J. Higham, Accuracy and
-  Stability of Numerical Algorithms, chapter 3), beside what the errors of the factors hand on;
+- a sum of n products, in any order: gamma_n times the sum of their sizes (N. J. Higham, Accuracy
+  and Stability of Numerical Algorithms, chapter 3), beside what the errors of the factors hand on;
 - a sum or a product of two: u times its size, and what is handed on;
-- a function f: mixed forward-backward stable, so the change of f over v +- (e + c u \|v\|), doubled for
-  the curvature between, and c u \|f\|; c is 16 for values, more for derivatives, whose largest errors
-  `docs/numerics.md` lists in units in the last place;
+- a function f: mixed forward-backward stable, so the change of f over v +- (e + c u \|v\|), doubled
+  for the curvature between, and c u \|f\|; c is 16 for values, more for derivatives, whose largest
+  errors `docs/numerics.md` lists in units in the last place;
 - underflow of a product adds the smallest subnormal number, where a device or an instruction
   flushes, the smallest normal one times the size of the factors;
 - where half types are stored between two products, their rounding.
 
 What may overflow on the way has the error inf: nothing is said of it. So have values behind a NaN
-that stems from such a one. The tape gives reverse mode, and, as its own steps are on the tape, every
-derivative of a derivative.
+that stems from such a one. The tape gives reverse mode, and, as its own steps are on the tape,
+every derivative of a derivative.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Rules:
     @property
     def products_flush(self) -> bool:
         """Whether a product of factors may flush them (bfloat16's instructions always may)."""
-        return self.dtype.name == "bfloat16" or bool({self.dtype.name, self.acc.name} & {*self.flushed})
+        names = {self.dtype.name, self.acc.name}
+        return self.dtype.name == "bfloat16" or bool(names & {*self.flushed})
 
     @property
     def large(self) -> float:
@@ -110,10 +111,11 @@ class Number:
 
     def __init__(
         self, rules: Rules, v: ndarray, m: ndarray, e: ndarray,
-        parents: tuple[Number, ...] = (), pull: Callable[[Number], Sequence[Number | None]] | None = None,
+        parents: tuple[Number, ...] = (),
+        pull: Callable[[Number], Sequence[Number | None]] | None = None,
     ) -> None:  # fmt: skip
         finite = np.isfinite(v)
-        # of what is not finite in truth the error means nothing; where a size may overflow, all does
+        # (of what is not finite in truth an error means nothing; a size may overflow on the way)
         e = np.where(finite, np.where(np.isnan(e) | (m > rules.large), np.inf, e), 0.0)
         self.rules, self.v, self.m, self.e = rules, v, m, e
         self.parents, self.pull, self.turn = parents, pull, next(_turn)
@@ -265,7 +267,8 @@ def sum_to(x: Number, shape: tuple[int, ...]) -> Number:
     if x.shape == shape:
         return x
     lead = x.v.ndim - len(shape)
-    axes = (*range(lead), *(lead + i for i, n in enumerate(shape) if n == 1 and x.shape[lead + i] != 1))
+    own = (i for i, n in enumerate(shape) if n == 1 and x.shape[lead + i] != 1)
+    axes = (*range(lead), *(lead + i for i in own))
     v, m, e = (y.sum(axis=axes).reshape(shape) for y in (x.v, x.m, x.e))
     n = int(np.prod([x.shape[i] for i in axes])) * x.terms
     e = e + n * x.rules.u * m

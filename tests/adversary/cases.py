@@ -56,7 +56,8 @@ class Case:
         return beyond and self.draw.kind == "special"
 
     def __str__(self) -> str:
-        return f"{self.function}({', '.join(_shown(x) for x in self.args)}, {_options(self.kwargs)})"
+        given = ", ".join(map(_shown, self.args))
+        return f"{self.function}({given}, {_options(self.kwargs)})"
 
 
 def _options(kwargs: Mapping[str, Any]) -> str:

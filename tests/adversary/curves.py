@@ -1,7 +1,7 @@
 """Activations and the functions of formulas, with three derivatives, from the textbook.
 
-A function is a tuple: its value and its derivatives over arrays of long double, None for one that is
-zero everywhere.
+A function is a tuple: its value and its derivatives over arrays of long double, None for one that
+is zero everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _gelu_third(x: ndarray) -> ndarray:
     x = np.clip(x, -1000, 1000)
     c = 2 * np.sqrt(2 / LONG.type(np.pi))
     v = c * (x + LONG.type("0.044715") * x**3)
-    v1, v2, v3 = c * (1 + 3 * LONG.type("0.044715") * x**2), c * 6 * LONG.type("0.044715") * x, c * 6 * LONG.type("0.044715")
+    v3 = c * 6 * LONG.type("0.044715")
+    v1, v2 = c + v3 * x**2 / 2, v3 * x
     bell, odd = oracle.SLOPE["sigmoid"](v), -np.tanh(v / 2)
     second = v1**2 * odd + v2
     third = (1 - 6 * bell) * v1**3 + 3 * odd * v1 * v2 + v3

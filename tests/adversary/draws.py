@@ -51,8 +51,8 @@ class Palette:
     """The choices that decide which kernels a case needs, as one of few variants makes them.
 
     A kernel takes as long to compile as a hundred cases. So for each way to draw a call a run of
-    cases has so many variants (dtype, activation, what is None, what is asked for), and each of them
-    meets many shapes, layouts and values. The next run has other variants.
+    cases has so many variants (dtype, activation, what is None, what is asked for), and each of
+    them meets many shapes, layouts and values. The next run has other variants.
     """
 
     def __init__(self, *seed: int) -> None:
@@ -237,7 +237,8 @@ class Draw:
         count, n = len(factors), factors[0].shape[-1]
         whole = np.empty((factors[0].shape[0], count * n), self.dtype)
         apart = self.chance(0.5)
-        found = [whole[:, i::count] if apart else whole[:, i * n : (i + 1) * n] for i in range(count)]
+        parts = [slice(i, None, count) if apart else slice(i * n, i * n + n) for i in range(count)]
+        found = [whole[:, part] for part in parts]
         for view, x in zip(found, factors, strict=True):
             view[...] = x
             self.memory = [pair for pair in self.memory if pair[0] is not x]

@@ -104,7 +104,8 @@ class Operands:
         )
         self.b = tuple(self.factors) if self.several else self.factors[0]
         self.f = recorded(self.name, self.formula)
-        self.free = tuple(x for x in (self.a, *self.factors, *self.operands) if isinstance(x, ndarray))
+        every = self.a, *self.factors, *self.operands
+        self.free = tuple(x for x in every if isinstance(x, ndarray))
 
     def truth(self, guard: bool = True, saved: Any = None) -> truths.Fused:
         n = self.d.number
@@ -120,7 +121,8 @@ class Operands:
 
     def wanted(self, found: Any, x: Any) -> Any:
         """Return a gradient in the dtype that an operand's has."""
-        return Want(found, self.d.rules.acc) if found is not None and not isinstance(x, ndarray) else found
+        number = found is not None and not isinstance(x, ndarray)
+        return Want(found, self.d.rules.acc) if number else found
 
     def gradients(self, found: Any) -> tuple[Any, Any, Any]:
         """Return d_a, d_b, d_operands."""
@@ -235,7 +237,8 @@ def elementwise_backward(d: Draw) -> Case:
     needs = d.needs(names)
     several = name in ("pair", "single")
     count = {"pair": 2}.get(name, 1)
-    grads: Any = tuple(d.array(shape) if i == 0 or d.palette.chance("second", 0.7) else None for i in range(count))
+    there = [i == 0 or d.palette.chance("second", 0.7) for i in range(count)]
+    grads: Any = tuple(d.array(shape) if x else None for x in there)
     if count > 1 and d.palette.chance("second alone", 0.2):
         grads = (None, d.array(shape))
 

@@ -23,6 +23,9 @@ from .cases import Case, Want, flat, mapped
 from .draws import LAYOUTS, Limits
 from .kinds import Place, mapped_values
 
+#: From a library's arrays to the results of a call, a list.
+Results = Callable[..., Any]
+
 
 class Library(Place):
     """The arrays of a library, on the CPU."""
@@ -56,13 +59,13 @@ class Library(Place):
         return mapped(found, lambda x: self.back(x) if hasattr(x, "shape") else x)
 
     def pulled(
-        self, f: Callable[..., Any], inputs: Sequence[ndarray], cotangents: Sequence[ndarray], case: Case
+        self, f: Results, inputs: Sequence[ndarray], cotangents: Sequence[ndarray], case: Case
     ) -> list[Any]:
         """Return the gradients of f's results, a list, weighted with cotangents."""
         raise NotImplementedError
 
     def pushed(
-        self, f: Callable[..., Any], inputs: Sequence[ndarray], dots: Sequence[ndarray], case: Case
+        self, f: Results, inputs: Sequence[ndarray], dots: Sequence[ndarray], case: Case
     ) -> list[Any] | None:
         """Return the tangents of f's results; None where the library has none."""
         return None
@@ -93,7 +96,7 @@ class Torch(Library):
         return x.numpy()
 
     def pulled(
-        self, f: Callable[..., Any], inputs: Sequence[ndarray], cotangents: Sequence[ndarray], case: Case
+        self, f: Results, inputs: Sequence[ndarray], cotangents: Sequence[ndarray], case: Case
     ) -> list[Any]:
         import torch
 
@@ -104,7 +107,7 @@ class Torch(Library):
         return [None if x is None else self.back(x) for x in found]
 
     def pushed(
-        self, f: Callable[..., Any], inputs: Sequence[ndarray], dots: Sequence[ndarray], case: Case
+        self, f: Results, inputs: Sequence[ndarray], dots: Sequence[ndarray], case: Case
     ) -> list[Any] | None:
         import torch
 
@@ -128,7 +131,7 @@ class Jax(Library):
         return jax.jit(f) if case.draw.chance(0.15) else f
 
     def pulled(
-        self, f: Callable[..., Any], inputs: Sequence[ndarray], cotangents: Sequence[ndarray], case: Case
+        self, f: Results, inputs: Sequence[ndarray], cotangents: Sequence[ndarray], case: Case
     ) -> list[Any]:
         import jax
 
@@ -137,7 +140,7 @@ class Jax(Library):
         return [self.back(x) for x in pull([self.to(x, case) for x in cotangents])]
 
     def pushed(
-        self, f: Callable[..., Any], inputs: Sequence[ndarray], dots: Sequence[ndarray], case: Case
+        self, f: Results, inputs: Sequence[ndarray], dots: Sequence[ndarray], case: Case
     ) -> list[Any] | None:
         import jax
 
@@ -156,7 +159,7 @@ class Autograd(Library):
         return np.asarray(x)
 
     def pulled(
-        self, f: Callable[..., Any], inputs: Sequence[ndarray], cotangents: Sequence[ndarray], case: Case
+        self, f: Results, inputs: Sequence[ndarray], cotangents: Sequence[ndarray], case: Case
     ) -> list[Any]:
         from autograd import make_vjp
         from autograd.builtins import tuple as boxes
@@ -183,7 +186,8 @@ class Dask(Library):
 
     def moved(self, case: Case) -> Callable[[Any], Any]:
         """Cut what has the rows of the last array but the factors; those are in one piece."""
-        most = max((x.shape[:-1] for x in flat(case.args) if isinstance(x, ndarray) and x.ndim > 1), default=(1,))
+        arrays = [x for x in flat(case.args) if isinstance(x, ndarray) and x.ndim > 1]
+        most = max((x.shape[:-1] for x in arrays), default=(1,))
         case.told["rows"] = most
         case.told["chunk"] = max(1, -(-most[-1] // int(case.draw.rng.integers(1, 5))))
         return super().moved(case)
@@ -247,9 +251,11 @@ def differentiated(case: Case, place: Any, tally: checks.Tally) -> list[str]:
         found = place.pulled(f, inputs, cotangents, case)
     except Exception as error:
         return [f"a gradient raised {type(error).__name__}: {error}"]
-    zero = [x.rules.number(np.zeros(x.shape)) if y is None else y for x, y in zip(numbers, wanted, strict=True)]
-    found = [np.zeros(x.shape, x.dtype) if y is None else y for x, y in zip(inputs, found, strict=True)]
-    return [f"gradient: {x}" for x in checks.compared(case, tuple(found), tuple(zero), tally)]
+    pairs = zip(numbers, wanted, strict=True)
+    exact = tuple(x.rules.number(np.zeros(x.shape)) if y is None else y for x, y in pairs)
+    pairs = zip(inputs, found, strict=True)
+    made = tuple(np.zeros(x.shape, x.dtype) if y is None else y for x, y in pairs)
+    return [f"gradient: {x}" for x in checks.compared(case, made, exact, tally)]
 
 
 def _pushed(

@@ -134,7 +134,7 @@ def _double(d: Draw, with_residual: bool) -> Case:
         return tuple(made.twice(given, d.number(grad), [x in needs for x in names]))
 
     tail = () if with_residual else (p.act,)
-    name = "matmul_bias_residual_double_bwd" if with_residual else "matmul_bias_activation_double_bwd"
+    name = f"matmul_bias_{'residual' if with_residual else 'activation'}_double_bwd"
     return Case(name, (*cotangents, grad, *p.given, *tail), kwargs, truth, d, names=names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from .cases import Case
 from .draws import Draw
 from .fused import FORMULAS
 from .layers import NAMES
-
 
 #: Numbers of directions.
 COUNTS = (0, 1, 1, 2, 2, 3, 3, 5)
@@ -170,9 +170,9 @@ class _Network:
         batch = d.batch(m * widest * widest)
         self.x = d.array((*d.part(batch), m, widths[0]))
         each = [d.part(batch) if d.chance(0.4) else () for _ in range(depth)]
-        pairs = zip(widths[:-1], widths[1:], strict=True)
         self.weights = [
-            d.array((*own, k, n), max(1, k) ** -0.5) for own, (k, n) in zip(each, pairs, strict=True)
+            d.array((*each[i], k, n), max(1, k) ** -0.5)
+            for i, (k, n) in enumerate(itertools.pairwise(widths))
         ]
         self.biases: Any = None
         few = d.palette

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 LONGEST = 600
 
 #: What every program begins with: `check()` makes calls of some kinds and compares them.
-HEAD = '''
+HEAD = """
 import os, signal, sys, threading, time
 import numpy as np
 import numfuse as nf
@@ -45,10 +45,10 @@ def check(dtype=np.float64, many=True):
         np.testing.assert_allclose(d, (1 - TANH**2).sum(axis=0), **near)
         np.testing.assert_allclose(nf.matmul_epilogue(a, b, scaled, bias), TANH, **near)
         np.testing.assert_allclose(nf.mlp(a, [b], [bias], (), final="tanh"), TANH, **near)
-'''
+"""
 
 PROGRAMS = {
-    "threads": '''
+    "threads": """
 failed = []
 def work(i):
     try:
@@ -65,8 +65,8 @@ threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
 assert not failed, failed
 assert not any(t.is_alive() for t in threads), "a thread hangs"
 print("ok")
-''',
-    "redefinition in threads": '''
+""",
+    "redefinition in threads": """
 failed = []
 def work(i):
     try:
@@ -82,8 +82,8 @@ threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
 [t.join(200) for t in threads]
 assert not failed, failed[:2]
 print("ok")
-''',
-    "fork": '''
+""",
+    "fork": """
 check()
 for turn in range(3):
     pid = os.fork()
@@ -98,8 +98,8 @@ for turn in range(3):
     check()
     assert os.waitpid(pid, 0)[1] == 0, "a child failed"
 print("ok")
-''',
-    "fork while others call": '''
+""",
+    "fork while others call": """
 check(); check(np.float32)
 stop = []
 def work():
@@ -127,8 +127,8 @@ stop.append(1)
 [t.join() for t in threads]
 assert not any(codes), codes
 print("ok")
-''',
-    "fork while another compiles": '''
+""",
+    "fork while another compiles": """
 check()
 thread = threading.Thread(target=lambda: check(np.float32))
 thread.start()
@@ -149,8 +149,8 @@ if not pid:
 thread.join()
 assert os.waitpid(pid, 0)[1] == 0, "the child failed or hung"
 print("ok")
-''',
-    "spawn": '''
+""",
+    "spawn": """
 import multiprocessing
 def job(x):
     return float(nf.mlp(np.full((2, 2), x), [np.eye(2)], None, (), final="relu").sum())
@@ -159,8 +159,8 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert pool.map(job, [1.0, 2.0, -1.0]) == [4.0, 8.0, 0.0]
     print("ok")
-''',
-    "interrupts in calls": '''
+""",
+    "interrupts in calls": """
 big = rng.standard_normal((600, 600))
 nf.matmul_bias_activation(big, big, None, "gelu"); check()
 wanted = nf.matmul_bias_activation(big, big, None, "gelu")
@@ -192,8 +192,8 @@ assert seen > 5, seen
 np.testing.assert_array_equal(nf.matmul_bias_activation(big, big, None, "gelu"), wanted)
 check()
 print("ok", seen)
-''',
-    "interrupts in compilation": '''
+""",
+    "interrupts in compilation": """
 names = ["silu", "gelu", "tanh", "softplus", "gelu_erf", "sigmoid"]
 x = np.linspace(-2, 2, 12).reshape(3, 4)
 seen = 0
@@ -216,8 +216,8 @@ for i, name in enumerate(names):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 check()
 print("ok", seen)
-''',
-    "little memory": '''
+""",
+    "little memory": """
 import faulthandler, resource
 faulthandler.dump_traceback_later(100, exit=True)
 # (more than 32 MiB each: no free memory of the process serves them)
@@ -247,8 +247,8 @@ for more in (-1000, 0, 4, 30, 40, 60, 80, 200):
     check()
 assert refused, "nothing was short of memory"
 print("ok", refused)
-''',
-    "beyond 2**31": '''
+""",
+    "beyond 2**31": """
 # very many equal elements, which take no memory: indices and counts beyond 32 bits
 k = 2**31 + 3
 a = np.broadcast_to(np.float32(0.5), (1, k))
@@ -257,11 +257,11 @@ out = nf.matmul_bias_activation(a, b, None, "none")
 np.testing.assert_allclose(out, float(k), rtol=1e-4)
 m = 2**31 + 5
 x = np.broadcast_to(np.float32(1.0), (m, 1))
-d = nf.matmul_bias_activation_bwd(x, x, np.ones((1, 1), np.float32), np.zeros(1, np.float32), "none",
-                                  needs=("b", "bias"))
+one, zero = np.ones((1, 1), np.float32), np.zeros(1, np.float32)
+d = nf.matmul_bias_activation_bwd(x, x, one, zero, "none", needs=("b", "bias"))
 np.testing.assert_allclose([d.d_b.item(), d.d_bias.item()], float(m), rtol=1e-4)
 print("ok")
-''',
+""",
 }
 #: Programs that are run with a cache that was damaged in some way, and the damage.
 CACHES = ("truncated", "foreign", "empty", "swapped", "read-only", "gone", "a file")

@@ -99,9 +99,7 @@ class Layer:
             made[1] = sum_to(made[1], made[1].shape[-2:])
         return made
 
-    def twice(
-        self, cotangents: Sequence[Some], grad: Number, needs: Sequence[bool]
-    ) -> list[Some]:
+    def twice(self, cotangents: Sequence[Some], grad: Number, needs: Sequence[bool]) -> list[Some]:
         first = self.backward(grad, every(self.operands))
         given = [(x, c) for x, c in zip(first, cotangents, strict=True) if x is not None]
         results = [x for x, _ in given]
@@ -256,9 +254,7 @@ def layer_jet(
     return Jet(out, slope(act, z, guard), slope(act, z, guard, 2), dots, ddots, weights)
 
 
-def fused_jet(
-    f: Fused, a_dot: Sequence[Number], a_ddot: Sequence[Some], weights: Any
-) -> Jet:
+def fused_jet(f: Fused, a_dot: Sequence[Number], a_ddot: Sequence[Some], weights: Any) -> Jet:
     (out,), (z,), (b,) = f.outs, f.sums, f.factors
     (first,) = gradients([out], [ones(out)], [z])
     second = None

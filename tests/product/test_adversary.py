@@ -1,10 +1,11 @@
-"""The adversary's suite: its truths agree with the reference, and backends that are wrong are found.
+"""The adversary's suite: its truths agree with the reference, and wrong backends are found.
 
 The suite itself is run by hand and once a week (docs/contributing.md).
 """
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,8 @@ def judged(ways, count, backend=None):
     for way in ways:
         for index in range(count):
             word = worker.Word("reference", way, SEED, index)
-            found += [f"{word} {told}: {x}" for told, xs in [worker.judge(word, there, tally)] for x in xs]
+            told, faults = worker.judge(word, there, tally)
+            found += [f"{word} {told}: {x}" for x in faults]
     return found, tally
 
 
@@ -135,7 +137,7 @@ def test_a_derivative_of_the_truth_is_the_slope_of_what_is_before_it(name):
     """The textbook's formulas, against differences of one another: none is numfuse's."""
     x, step = np.linspace(-4, 4, 41).astype(np.longdouble) + 0.013, np.longdouble(2) ** -20
     f = curves.ACTIVATIONS[name]
-    for low, high in zip(f[:-1], f[1:], strict=True):
+    for low, high in itertools.pairwise(f):
         if low is not None:
             slope = (low(x + step) - low(x - step)) / (2 * step)
             exact = high(x) if high is not None else (name == "none") * np.ones_like(x)
