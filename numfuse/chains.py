@@ -14,6 +14,7 @@ from numpy import ndarray
 
 from numfuse.differentials import matmul_bias_activation_double_bwd, matmul_bias_activation_jvp
 from numfuse.functional import BackendLike, matmul_bias_activation, matmul_bias_activation_bwd
+from numfuse.fusion import elementwise
 from numfuse.networks import listed
 from numfuse.perceptron import Kept, Network, added, rounded, sequences
 from numfuse.problem.operands import array_of, as_plain, same_dtype
@@ -160,7 +161,14 @@ def _added(x: Any, y: Any) -> Any:
     """Return the sum of two arrays, either of which may be None: zero."""
     if isinstance(x, ndarray) and isinstance(y, ndarray):
         return added(x, y)
-    return y if x is None else x if y is None else x + y
+    if x is None or y is None:
+        return y if x is None else x
+    # (numfuse's own arrays of a device have no arithmetic)
+    return x + y if hasattr(x, "__add__") else elementwise(_sum, x, y)
+
+
+def _sum(x: Any, y: Any) -> Any:
+    return x + y
 
 
 def only(every: Iterable[Any], names: Iterable[str], wanted: Sequence[str]) -> Iterator[Any]:
