@@ -227,7 +227,9 @@ ARROWS: dict[str, set[str]] = {
     },
     "perceptron": {"activations", "functional", "jets", "problem", "runtime", "tiling"},
     "networks": {"backends", "functional", "perceptron", "problem", "runtime"},
-    "chains": {"differentials", "functional", "fusion", "networks", "perceptron", "problem", "runtime"},
+    "chains": {
+        "differentials", "functional", "fusion", "networks", "perceptron", "problem", "runtime",
+    },
     "multilayer": {"backends", "chains", "functional", "perceptron", "problem"},
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
