@@ -57,7 +57,7 @@ def longer(case: Case) -> Any:
 
 def listed(case: Case) -> Any:
     x = case.draw.one(_arrays(case))
-    others = x.tolist() or [1.0], "x", np.ma.masked_array(x), memoryview(b"x")
+    others = x.tolist() if x.size and x.ndim else "x", "x", np.ma.masked_array(x), memoryview(b"x")
     return _swap(case, x, case.draw.one(others))
 
 
