@@ -14,10 +14,11 @@ from numpy import ndarray
 
 from numfuse.differentials import matmul_bias_activation_double_bwd, matmul_bias_activation_jvp
 from numfuse.functional import BackendLike, matmul_bias_activation, matmul_bias_activation_bwd
+from numfuse.fusion import elementwise
 from numfuse.kept import Kept
 from numfuse.networks import listed
-from numfuse.perceptron import Network, sequences
-from numfuse.problem.operands import array_of, same_dtype
+from numfuse.perceptron import Network, added, rounded, sequences
+from numfuse.problem.operands import array_of, as_plain, same_dtype
 from numfuse.problem.results import NetworkGradients, NetworkSecondGradients
 from numfuse.runtime.dispatch import adapter_for
 
@@ -55,11 +56,11 @@ class Chain:
         """Return a cotangent or a tangent as the layers take it; `like` has the shape it needs."""
         if x is None:
             return None
+        x = x if self.net is None else as_plain(name, array_of(x))
         if like is not None and tuple(x.shape) != tuple(like.shape):
             raise ValueError(f"{name} must have shape {tuple(like.shape)}, got {tuple(x.shape)}")
         if self.net is None:
             return x
-        x = array_of(x)
         same_dtype({**self.net.given, name: x})
         return x.astype(self.net.acc, copy=False)
 
@@ -82,11 +83,11 @@ class Chain:
         """Return a result in the dtype of the operands."""
         if isinstance(x, tuple):
             return tuple(map(self.rounded, x))
-        return x if x is None or self.net is None else x.astype(self.net.dtype, copy=False)
+        return x if x is None or self.net is None else rounded(x, self.net.dtype)
 
     def at_once(self, grad: Any, needs: Sequence[str], out: Any = None) -> Any:
         """Return what an adapter makes of all layers at once; None where it does not."""
-        serve = getattr(self.adapter, "multilayer", None)
+        serve = getattr(self.adapter, "perceptron_at_once", None)
         return None if serve is None else serve(grad, self.x, *self.given, needs, out)
 
     # --- layer by layer -------------------------------------------------------------------------
@@ -176,7 +177,16 @@ class Chain:
 
 def _added(x: Any, y: Any) -> Any:
     """Return the sum of two arrays, either of which may be None: zero."""
-    return y if x is None else x if y is None else x + y
+    if isinstance(x, ndarray) and isinstance(y, ndarray):
+        return added(x, y)
+    if x is None or y is None:
+        return y if x is None else x
+    # (numfuse's own arrays of a device have no arithmetic)
+    return x + y if hasattr(x, "__add__") else elementwise(_sum, x, y)
+
+
+def _sum(x: Any, y: Any) -> Any:
+    return x + y
 
 
 def only(every: Iterable[Any], names: Iterable[str], wanted: Sequence[str]) -> Iterator[Any]:

@@ -16,7 +16,8 @@ from numfuse.chains import NEEDS, SECOND_NEEDS, Chain
 from numfuse.functional import ActivationLike, BackendLike
 from numfuse.kept import Kept
 from numfuse.networks import gradients_again, gradients_of, stored_gradients
-from numfuse.problem.operands import array_of, output, shaped
+from numfuse.perceptron import rounded, store
+from numfuse.problem.operands import array_of, as_plain, output, shaped
 from numfuse.problem.results import (
     NetworkGradients,
     NetworkSecondGradients,
@@ -109,9 +110,9 @@ def mlp(
     else:
         kept = found
     if target is None:
-        target = made.astype(net.dtype, copy=False)
+        target = rounded(made, net.dtype)
     elif target is not made:
-        target[...] = made
+        store(target, made)
     target = target if out is None else out
     return (target, kept) if keep else target
 
@@ -182,7 +183,7 @@ def mlp_bwd(
     call = Chain("mlp_bwd", x, weights, biases, activation, final, guard, backend)
     net, targets = call.net, dict[str, Any]()
     if net is not None:
-        given = array_of(grad)
+        given = as_plain("grad", array_of(grad))
         grad = call.cast("grad", shaped(given, "grad", net.shapes[0]))
         others = {**net.given, "grad": given}
         shapes = net.operand_shapes
@@ -348,7 +349,8 @@ def mlp_double_bwd(
     u = call.cast("u", u, call.x)
     found = None
     if call.net is not None:
-        grad = call.cast("grad", shaped(array_of(grad), "grad", call.net.shapes[0]))
+        grad = shaped(as_plain("grad", array_of(grad)), "grad", call.net.shapes[0])
+        grad = call.cast("grad", grad)
         whole = getattr(resolve(backend), "network_double_bwd", None)
         found = None if whole is None else whole(call.net, u, *groups, grad, wanted, repeat)
     if found is None:

@@ -12,8 +12,8 @@ from numfuse.backends import resolve
 from numfuse.functional import ActivationLike, BackendLike
 from numfuse.kept import Kept
 from numfuse.packs import Packed
-from numfuse.perceptron import Memory, Network
-from numfuse.problem.operands import array_of, output, same_dtype, shaped
+from numfuse.perceptron import Memory, Network, silently, store
+from numfuse.problem.operands import array_of, as_plain, output, same_dtype, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs, network_outputs
 from numfuse.repeats import Repeat, again, content
 from numfuse.runtime.dispatch import adapter_for
@@ -144,7 +144,7 @@ def _stored(results: Sequence[ndarray], made: Sequence[ndarray]) -> NetworkJet:
     """Return the results, to which goes what was computed elsewhere."""
     for target, y in zip(results, made, strict=True):
         if target is not y:
-            target[...] = y
+            store(target, y)
     return NetworkJet(*results)
 
 
@@ -252,7 +252,7 @@ def mlp_jet_bwd(
     names = "grad", "grad_dot", "grad_ddot"
     for name, y, shape in zip(names, grads, net.shapes, strict=True):
         if y is not None:
-            y = shaped(array_of(y), name, shape)
+            y = shaped(as_plain(name, array_of(y)), name, shape)
             same_dtype({"x": x, name: y})
             y = y.astype(net.acc, copy=False)
         given.append(y)
@@ -317,6 +317,7 @@ def gradients_of(results: Sequence[Any], wanted: Sequence[str]) -> NetworkGradie
     return NetworkGradients(results[0], *made)
 
 
+@silently
 def stored_gradients(
     net: Network,
     d_x: ndarray | None,

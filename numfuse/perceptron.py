@@ -21,7 +21,7 @@ from numfuse.functional import BackendLike, matmul_bias_activation, matmul_bias_
 from numfuse.jets import BACKWARD, FORWARD, weights_of
 from numfuse.packs import Packed
 from numfuse.problem.jets import Stack
-from numfuse.problem.operands import array_of, check_sequence, same_dtype
+from numfuse.problem.operands import array_of, as_plain, check_sequence, same_dtype
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.dispatch import adapter_for
 from numfuse.runtime.slabs import Slab
@@ -29,6 +29,26 @@ from numfuse.tiling import round_up
 
 #: Bytes that a block of points may have between layers; beyond, points go by several blocks.
 BLOCK_BYTES = 8 << 20
+#: What NumPy does with an overflow or underflow when a result is rounded: nothing, as the kernels.
+silently = np.errstate(all="ignore")
+
+
+@silently
+def rounded(x: ndarray, dtype: np.dtype[Any]) -> ndarray:
+    """Return an array in a dtype, itself where it has it."""
+    return x.astype(dtype, copy=False)
+
+
+@silently
+def store(target: ndarray, x: ndarray) -> None:
+    """Write an array's values, rounded, to where they go."""
+    target[...] = x
+
+
+@silently
+def added(x: ndarray, y: ndarray) -> ndarray:
+    """Return the sum of two arrays."""
+    return x + y
 
 
 class Memory:
@@ -106,19 +126,18 @@ class Network:
         if adapter is not None:
             kind = adapter.__name__.rpartition(".")[2]
             raise TypeError(f"{name} must have NumPy arrays, got those of {kind}")
-        for label, y in named.items():
-            if not isinstance(array_of(y), ndarray):
-                raise TypeError(f"{label} must be a NumPy array, got {type(y).__name__}")
+        plain = {label: as_plain(label, array_of(y)) for label, y in named.items()}
         self.dtype, self.acc = same_dtype(named)
         #: Weights that are packed, in the dtype of the computation.
         self.packed = weights if type(weights) is Packed and self.dtype == self.acc else None
         self.given, self.backend, self.guard = named, backend, bool(guard)
-        self.x = x = x.astype(self.acc, copy=False)
+        self.x = x = plain["x"].astype(self.acc, copy=False)
         if x.ndim < 2:
             raise ValueError(f"x must have shape (..., M, d_0), got {x.shape}")
         self.layers: list[tuple[ndarray, ndarray | None, Activation]] = []
         width, self.batches = x.shape[-1], [x.shape[:-2]]
-        for i, (w, bias, f) in enumerate(zip(weights, biases, activations, strict=True)):
+        for i, f in enumerate(activations):
+            w, bias = plain[f"weights[{i}]"], plain.get(f"biases[{i}]")
             if w.ndim < 2 or w.shape[-2] != width:
                 raise ValueError(f"weights[{i}] must have shape (..., {width}, N), got {w.shape}")
             width = w.shape[-1]
@@ -143,7 +162,7 @@ class Network:
         units = np.eye(x.shape[-1]) if directions is None else np.asarray(directions)
         if units.ndim != 2 or units.shape[1] != x.shape[-1]:
             raise ValueError(f"directions must have shape (D, {x.shape[-1]}), got {units.shape}")
-        self.units = units.astype(self.acc)
+        self.units = rounded(units, self.acc)
         self.weights, self.pattern = weights_of(second, x, self.units, name="second")
         self.directions = len(units)
         self.seconds = self.directions if self.weights is None else len(self.weights)
@@ -223,6 +242,7 @@ class Network:
         value, dot, ddot = self.views(made, len(self.layers) > 1)
         assign(out, (value if bias is None else value + bias, dot, ddot))
 
+    @silently
     def run(
         self, rows: slice, out: tuple[Any, Any, Any] | None, memory: Memory
     ) -> tuple[list[ndarray], list[ndarray]]:
@@ -273,6 +293,7 @@ class Network:
         operands = grads, None, None, stack, w, bias, None, None, self.weights, sums, None, None
         return BACKWARD(operands, f, flags, tuple(wanted), out, self.backend)
 
+    @silently
     def back_through(
         self, given: Sequence[ndarray | None], rows: slice, inputs: Sequence[ndarray],
         kept: Sequence[ndarray], needs: Sequence[str], totals: Any, memory: Memory,

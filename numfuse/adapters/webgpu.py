@@ -33,7 +33,15 @@ from numfuse.runtime.lifetimes import formulas_of
 if TYPE_CHECKING:
     from numfuse.operations import Operation
 
-__all__ = [*NAMES, "epilogue_jet", "jet", "multilayer", "network", "synchronize", "to_numpy"]
+__all__ = [
+    *NAMES,
+    "epilogue_jet",
+    "jet",
+    "network",
+    "perceptron_at_once",
+    "synchronize",
+    "to_numpy",
+]
 
 #: The types of a `backend` that is a part of a fingerprint as it is; equal ones mean the same.
 _BACKENDS = frozenset((str, type(None), WebGpuBackend))
@@ -266,7 +274,7 @@ def _arrays(name: str, x: Any) -> stacks.Arrays:
 
 
 network = webgpu_whole.network(stacks.network(_arrays), again)
-multilayer = webgpu_whole.multilayer(_OWN, again)
+perceptron_at_once = webgpu_whole.perceptron(_OWN, again)
 #: What runs a call of an epilogue (`numfuse.fused_operations`).
 fused = AGAIN[DeviceArray] = again
 globals().update(_WebGpu().functions())

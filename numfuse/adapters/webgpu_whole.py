@@ -296,7 +296,7 @@ def _flat(out: Any, backward: bool, weights: Any) -> tuple[Any, Any]:
     return every, [(name, y) for name, y in named if y is not None]
 
 
-def multilayer(arrays: Own, again: Callable[..., Any]) -> Callable[..., Any]:
+def perceptron(arrays: Own, again: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs networks' values, or with a cotangent the gradients; it may return None."""
 
     def run(

@@ -21,6 +21,9 @@ from types import FrameType, ModuleType
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
+#: Seconds after which work that no thread has begun is begun by the one that waits for it: a thread
+#: that finds no memory for its first step ends without a word.
+BEGINS = 1.0
 
 
 class _Job(Generic[_T]):
@@ -30,6 +33,8 @@ class _Job(Generic[_T]):
         self.work = work
         self.result: list[_T] = []
         self.error: BaseException | None = None
+        #: Taken by the one thread that does the work.
+        self.begun = _thread.allocate_lock()
         #: The thread is done, or does not exist: it does not survive a fork. Until then the lock is
         #: taken.
         self.over = False
@@ -37,6 +42,8 @@ class _Job(Generic[_T]):
         self.unfinished.acquire()
 
     def run(self) -> None:
+        if not self.begun.acquire(blocking=False):
+            return
         try:
             self.result.append(self.work())
         except BaseException as error:
@@ -59,7 +66,10 @@ def _wait(job: _Job[Any]) -> BaseException | None:
     while True:
         try:
             while not job.over:  # (an interrupt may come just when the lock has been taken)
-                job.unfinished.acquire()
+                if job.begun.locked():
+                    job.unfinished.acquire()
+                elif not job.unfinished.acquire(timeout=BEGINS):
+                    job.run()
             return interrupt
         except BaseException as error:
             interrupt = error
@@ -88,7 +98,7 @@ def deferred(work: Callable[[], _T]) -> _T:
     """Return what ``work()`` returns; raise after it what the handler of a signal raises meanwhile.
 
     The work runs in the calling thread where that is not the main one, and where no other can be
-    started (the interpreter ends, or there is no memory for its stack).
+    started (the interpreter ends, or there is no memory for its stack or its first step).
     """
     if threading.get_ident() != threading.main_thread().ident:
         return work()

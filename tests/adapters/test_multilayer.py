@@ -97,3 +97,20 @@ def test_dask_cuts_a_network_by_rows(given):
     found = nf.mlp(rows, *whole, "silu")
     assert isinstance(found, dask.Array) and found.numblocks == (3, 1)
     close([found.compute()], [nf.mlp(x, weights, biases, "silu")])
+
+
+@pytest.mark.memory("device")
+def test_second_derivatives_of_a_network_stay_on_their_device(given, backend):
+    x, weights, biases, grad = given
+
+    def moved(y):
+        return [moved(z) for z in y] if isinstance(y, list) else nf.to_device(y, backend)
+
+    wanted = nf.mlp_double_bwd(x, weights, biases, grad, x, weights, biases, "silu")
+    call = x, weights, biases, grad, x, weights, biases
+    found = nf.mlp_double_bwd(*map(moved, call), "silu")
+    for got, exact in zip(found, wanted, strict=True):
+        if isinstance(exact, tuple):
+            close([nf.to_numpy(y) for y in got], exact)
+        else:
+            close([nf.to_numpy(got)], [exact])

@@ -157,7 +157,9 @@ def test_deferred_work_returns_and_raises_what_it_does_by_itself(monkeypatch):
     def fail() -> None:
         raise LookupError("by itself")
 
-    for way in ("another thread", "no thread can be started", "not the main thread"):
+    monkeypatch.setattr(interrupts, "BEGINS", 0.05)
+    ways = "another thread", "no thread can be started", "a thread ends before its first step"
+    for way in (*ways, "not the main thread"):
         found: list[object] = []
 
         def both(found=found) -> None:
@@ -171,14 +173,15 @@ def test_deferred_work_returns_and_raises_what_it_does_by_itself(monkeypatch):
             caller.start()
             caller.join()
         else:
-            if way == "no thread can be started":
 
-                def refuse(*_: object) -> None:
+            def refuse(*_: object, way=way) -> None:
+                if way == "no thread can be started":
                     raise RuntimeError("can't start new thread")
 
-                monkeypatch.setattr(_thread, "start_new_thread", refuse)
-            both()
-        monkeypatch.undo()
+            with monkeypatch.context() as patch:
+                if way != "another thread":
+                    patch.setattr(_thread, "start_new_thread", refuse)
+                both()
         assert found == [None, 5], way
         assert not interrupts._JOBS
 

@@ -631,6 +631,17 @@ def test_an_interrupt_comes_when_a_kernel_is_compiled(monkeypatch):
     assert len(kernel.ptx((8, 0))) == len(finished[1]) and ".entry" in finished[1]
 
 
+@pytest.mark.parametrize("activation", ["none", "relu", "tanh"])
+@pytest.mark.parametrize("counts", [(2, 2), (5, 5), (5, 2), (2, 7)])
+def test_the_pass_of_a_jet_is_a_program_whatever_is_written(activation, counts):
+    """Guards: where nothing is asked of many directions or seconds, there is no loop over them."""
+    of = epilogues.layer_jet_backward(ACT[activation].curve)
+    for written in (["d_z"], ["d_z_dot"], ["d_z_ddot"], ["d_z", "d_z_ddot"]):
+        for weighted in {True, counts[0] != counts[1]}:
+            made = jet_lines.of(of, frozenset(written), True, counts, weighted, True)
+            compile(jet_lines.text(made, sorted(made.read) + written, True), "a pass", "exec")
+
+
 def test_a_map_is_an_argument_of_128_bytes_whose_address_the_kernel_gets():
     text = toolchain.kernel(
         _reads_a_map, "u64 map u64", threads=32, LOAD=elements.loads("float32"),

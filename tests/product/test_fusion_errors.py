@@ -47,6 +47,8 @@ def single(x):
 
 NO = None, None
 ERRORS = [
+    (lambda: nf.elementwise(two, np.ones(3, np.uint8), -1.25), TypeError, "got uint8"),
+    (lambda: nf.elementwise(two, np.ones(3, np.complex64), 1e9), TypeError, "got complex64"),
     (lambda: forward(ROW), TypeError, "'scaled' takes 3 arguments, 1 for products (z), then 2 "
      "operands (bias, scale), got 1 operands"),
     (lambda: forward(ROW, ROW, ROW), TypeError, "got 3 operands"),

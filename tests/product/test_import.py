@@ -237,7 +237,8 @@ ARROWS: dict[str, set[str]] = {
         "backends", "functional", "kept", "packs", "perceptron", "problem", "repeats", "runtime",
     },
     "chains": {
-        "differentials", "functional", "kept", "networks", "perceptron", "problem", "runtime",
+        "differentials", "functional", "fusion", "kept", "networks", "perceptron", "problem",
+        "runtime",
     },
     "multilayer": {
         "backends", "chains", "functional", "kept", "networks", "perceptron", "problem", "repeats",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -36,7 +37,18 @@ def twice(u=None, v=None, w=None, grad=GRAD, **options):
     return nf.mlp_double_bwd(u, v, w, grad, X, NET, BIASES, **options)
 
 
+MASKED = np.ma.masked_array(X)
+
 ERRORS = [
+    (lambda: value(x=MASKED), TypeError, "x must be a plain numpy.ndarray, got its subclass"),
+    (lambda: value(weights=[NET[0].view(np.matrix), NET[1]]), TypeError, "weights[0] must be a pl"),
+    (lambda: nf.mlp_jet(X, NET, [MASKED[:, 0], None]), TypeError, "biases[0] must be a plain"),
+    (lambda: nf.mlp_jet_bwd([[1.0]] * 6, None, None, X, NET, None), TypeError, "grad must be a N"),
+    (lambda: backward(grad=GRAD.tolist()), TypeError, "grad must be a NumPy array, got list"),
+    (lambda: moved(x_dot=X.tolist()), TypeError, "x_dot must be a NumPy array, got list"),
+    (lambda: moved(weights_dot=["x", None]), TypeError, "weights_dot[0] must be a NumPy array"),
+    (lambda: twice(u=MASKED), TypeError, "u must be a plain numpy.ndarray"),
+    (lambda: twice(grad=GRAD.tolist()), TypeError, "grad must be a NumPy array, got list"),
     (lambda: value(weights=NET[0]), TypeError, "weights must be a sequence of arrays, got ndarray"),
     (lambda: value(weights=[]), TypeError, "weights must be a sequence of arrays, got list"),
     (lambda: value(weights=NET[1:]), ValueError, "biases must be None or a sequence of 1"),
@@ -78,3 +90,69 @@ def test_arrays_of_another_library_are_told():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"must be a torch\.Tensor as the other operands"):
         value(x=torch.ones(6, 2, dtype=torch.float64))
+
+
+# --- what is no error -----------------------------------------------------------------------------
+NETWORKS = {
+    "mlp": lambda x, w, b, **how: nf.mlp(x, w, b, final="silu", **how),
+    "mlp_bwd": lambda x, w, b, **how: nf.mlp_bwd(x[:, :1], x, w, b, needs=("x", "weights"), **how),
+    "mlp_jvp": lambda x, w, b, **how: nf.mlp_jvp(x, w, b, x, w, b, **how),
+    "mlp_double_bwd": lambda x, w, b, **how: nf.mlp_double_bwd(x, w, b, x[:, :1], x, w, b, **how),
+    "mlp_jet": lambda x, w, b, **how: nf.mlp_jet(x, w, b, final="silu", **how),
+    "mlp_jet_bwd": lambda x, w, b, **how: nf.mlp_jet_bwd(x[:, :1], None, None, x, w, b, **how),
+}
+
+
+def flat(found):
+    if isinstance(found, tuple):
+        return [y for part in found for y in flat(part)]
+    return [] if found is None else [found]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("function", NETWORKS)
+def test_what_numpy_is_to_do_with_an_overflow_changes_nothing(function, backend):
+    rng = np.random.default_rng(0)
+    x, *w = (
+        (scale * rng.standard_normal(shape)).astype(np.float16)
+        for scale, shape in ((4000, (6, 2)), (300, (2, 3)), (300, (3, 1)))
+    )
+    x[0] = 1e-7
+    biases, found = [np.ones(3, np.float16), np.ones(1, np.float16)], []
+    for how in ("raise", "ignore"):
+        with np.errstate(all=how):
+            found.append(flat(NETWORKS[function](x, w, biases, backend=backend)))
+    for raising, ignoring in zip(*found, strict=True):
+        np.testing.assert_array_equal(raising, ignoring)
+
+
+@pytest.mark.parametrize("function", NETWORKS)
+def test_fields_of_packed_records_are_operands_like_their_copies(function):
+    def packed(x):
+        records = np.zeros(x.shape, np.dtype([("before", "u1"), ("value", x.dtype)]))
+        records["value"] = x
+        return records["value"]
+
+    rng = np.random.default_rng(1)
+    given = [rng.standard_normal(s) for s in ((6, 2), (2, 3), (3, 1), (3,), (1,))]
+    found = []
+    for laid in (packed, np.copy):
+        x, *rest = map(laid, given)
+        found.append(flat(NETWORKS[function](x, rest[:2], rest[2:])))
+    for strided, copied in zip(*found, strict=True):
+        np.testing.assert_array_equal(strided, copied)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("hidden", [(), (3,)])
+def test_a_network_may_be_much_narrower_than_its_input(hidden, backend):
+    """The gradient of a jet by x has more elements there than any other array of the call."""
+    rng = np.random.default_rng(2)
+    sizes = (300, *hidden, 1)
+    x = rng.standard_normal((5, 300))
+    w = [rng.standard_normal(s) / 20 for s in itertools.pairwise(sizes)]
+    grad = rng.standard_normal((5, 1))
+    how = {"directions": np.eye(300)[:7], "needs": ("x",), "backend": backend}
+    found = nf.mlp_jet_bwd(grad, None, None, x, w, None, **how).d_x
+    alone = nf.mlp_bwd(grad, x, w, None, needs=("x",), backend="reference").d_x
+    np.testing.assert_allclose(found, alone, rtol=1e-12, atol=1e-14)

@@ -423,7 +423,7 @@ def test_a_wrong_call_has_the_message_of_the_layers(monkeypatch):
         return error.type, str(error.value)
 
     found = [told(*call) for call in calls]
-    monkeypatch.setattr(webgpu, "multilayer", lambda *_: None)
+    monkeypatch.setattr(webgpu, "perceptron_at_once", lambda *_: None)
     assert found == [told(*call) for call in calls]
 
 

@@ -337,12 +337,15 @@ def _loop(variable: str, count: int, name: str, make: Callable[[Member], _Lines]
         members = [make((f"_{i}", str(i))) for i in range(count)]
         return members[0].and_then(*members[1:]).whole if members else []
     step, at = AT_A_TIME, f"{variable}_at"
+    one = make(("_0", variable)).whole
+    if not one:
+        return []
     first, *rest = (make((f"_{i}", f"({at} + {i})")) for i in range(step))
     return [
         f"for {at} in range(0, {name} - {step - 1}, {step}):",
         *_inside(first.and_then(*rest).whole),
         f"for {variable} in range({name} // {step} * {step}, {name}):",
-        *_inside(make(("_0", variable)).whole),
+        *_inside(one),
     ]
 
 
