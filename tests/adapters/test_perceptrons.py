@@ -147,6 +147,24 @@ def test_torchs_transformations_go_by_layers(torch, launches):
     assert launches.count("forward") == 1 and "backward" not in launches
 
 
+def test_what_a_node_of_torch_keeps_goes_with_its_graph(torch):
+    """Guards: a graph's memory is given back with it, and `recompute` keeps nothing."""
+    from numfuse.adapters.torch import jets, recompute
+
+    flat = leaves(torch, drawn())
+    there = [y for y in flat if y is not None]
+    before = len(jets._KEPT)
+    out = run(flat)
+    assert len(jets._KEPT) == before + 1
+    kept = torch.autograd.grad(out.sum(), there)
+    assert len(jets._KEPT) == before
+    with recompute():
+        out = run(flat)
+        assert len(jets._KEPT) == before
+    for y, z in zip(kept, torch.autograd.grad(out.sum(), there), strict=True):
+        torch.testing.assert_close(y, z)
+
+
 def test_a_program_of_torch_has_no_break(torch):
     flat = leaves(torch, drawn())
     there = [y for y in flat if y is not None]

@@ -127,7 +127,9 @@ def test_what_a_forward_keeps_is_used_once_and_goes_with_the_graph(monkeypatch):
     gc.collect()
     before = len(jets._KEPT)
     found = []
-    monkeypatch.setattr(jets, "_kept", lambda x, own=jets._kept: found.append(own(x)) or found[-1])
+    monkeypatch.setattr(
+        jets, "kept_of", lambda x, own=jets.kept_of: found.append(own(x)) or found[-1]
+    )
     u = nf.mlp_jet(draw(5, 2), weights, biases).u_ddot
     assert len(jets._KEPT) == before + 1
     u.sum().backward(retain_graph=True)
@@ -188,7 +190,9 @@ def test_a_program_has_no_break_and_the_same_gradients(second, monkeypatch):
         u, first, bent = nf.mlp_jet(x, weights, biases, second=second)
         return (bent**2).sum() + (u * first).sum()
 
-    monkeypatch.setattr(jets, "_kept", lambda y, own=jets._kept: kept.append(own(y)) or kept[-1])
+    monkeypatch.setattr(
+        jets, "kept_of", lambda y, own=jets.kept_of: kept.append(own(y)) or kept[-1]
+    )
     operands = x, *weights, *biases
     compiled = torch.compile(loss, fullgraph=True)(x, weights, biases)
     torch.testing.assert_close(compiled, loss(x, weights, biases))

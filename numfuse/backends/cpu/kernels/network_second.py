@@ -40,7 +40,6 @@ def along_layer(descriptor: int, layer: int, stacks: int, points: int) -> None:
             w[L_ALONG], stack + points * step, step, points, w[L_K] if moved else 0,
             table[0], w[L_W_STEP], vectors, dots, out_step, bias, 0,
         )  # fmt: skip
-        bias = 0
     if w[L_W_DOT] >= 0:
         CALL_PRODUCT(
             w[L_ALONG], stack, step, points, w[L_K], packed + w[L_W_DOT], out_step, vectors,
