@@ -164,7 +164,8 @@ def test_a_strided_cotangent_gives_the_gradients_of_its_copy(backend):
     rng = np.random.default_rng(3)
     x, w = rng.standard_normal((301, 2)), [rng.standard_normal(s) for s in ((2, 300), (300, 3))]
     biases, grad = [np.zeros(300), np.zeros(3)], rng.standard_normal((3, 301)).T
-    found = [nf.mlp_jet_bwd(g, None, None, x, w, biases, backend=backend) for g in (grad, grad.copy())]
+    rest = None, None, x, w, biases
+    found = [nf.mlp_jet_bwd(g, *rest, backend=backend) for g in (grad, grad.copy())]
     assert not grad.flags.c_contiguous
     for strided, copied in zip(*map(flat, found), strict=True):
         np.testing.assert_array_equal(strided, copied)
