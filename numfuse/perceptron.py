@@ -22,7 +22,6 @@ from numfuse.jets import BACKWARD, FORWARD, weights_of
 from numfuse.packs import Packed
 from numfuse.problem.jets import Stack
 from numfuse.problem.operands import array_of, as_plain, check_sequence, same_dtype
-from numfuse.problem.shapes import sum_to
 from numfuse.runtime.dispatch import adapter_for
 from numfuse.runtime.slabs import Slab
 from numfuse.tiling import round_up
@@ -310,7 +309,9 @@ class Network:
             d_a, d_b, _ = matmul_bias_activation_bwd(*tall, **how)
             d_bias = None
             if "biases" in needs and bias is not None and given[0] is not None:
-                d_bias = sum_to(given[0][..., rows, :], bias.shape, self.acc)
+                layer_of = given[0][..., rows, :], stack[..., 0, :], w, bias
+                how |= {"needs": ("bias",), "out": None}
+                d_bias = matmul_bias_activation_bwd(*layer_of, **how).d_bias
             add(totals[layer], d_b, d_bias)
             grads = d_a.reshape(stack.shape)
             d_x = grads[..., 0, :]

@@ -156,3 +156,16 @@ def test_a_network_may_be_much_narrower_than_its_input(hidden, backend):
     found = nf.mlp_jet_bwd(grad, None, None, x, w, None, **how).d_x
     alone = nf.mlp_bwd(grad, x, w, None, needs=("x",), backend="reference").d_x
     np.testing.assert_allclose(found, alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_strided_cotangent_gives_the_gradients_of_its_copy(backend):
+    """Also by the layers' own operations, as of layers that are wider than 256 on the CPU."""
+    rng = np.random.default_rng(3)
+    x, w = rng.standard_normal((301, 2)), [rng.standard_normal(s) for s in ((2, 300), (300, 3))]
+    biases, grad = [np.zeros(300), np.zeros(3)], rng.standard_normal((3, 301)).T
+    rest = None, None, x, w, biases
+    found = [nf.mlp_jet_bwd(g, *rest, backend=backend) for g in (grad, grad.copy())]
+    assert not grad.flags.c_contiguous
+    for strided, copied in zip(*map(flat, found), strict=True):
+        np.testing.assert_array_equal(strided, copied)
