@@ -142,7 +142,7 @@ class Product(Gate):
                 f"{moved / 2**30:.1f} GiB between workers; chunk a along M instead, "
                 f"with K in one chunk: a.rechunk({{-1: -1, -2: 'auto'}})",
                 PerformanceWarning,
-                stacklevel=8,  # the caller of the public function
+                stacklevel=9,  # the caller of the public function
             )
 
     #: The dtypes of gradients that have another than their operands.
