@@ -109,6 +109,9 @@ class Operation:
         """Run a call on these operands, in the order of `operands`; flags in that of `flags`."""
         first = operands[0]
         if type(first) is not ndarray and first is not None:
+            run = AGAIN.get(type(first))
+            if run is not None:
+                return run(self, operands, activation, flags, needs, out, backend)
             return self._otherwise(operands, activation, flags, needs, out, backend)
         chosen: Any = ACTIVE.get() if backend is None else backend
         if chosen is None or type(chosen) is str:
@@ -130,7 +133,7 @@ class Operation:
         if type(needs) is not tuple:
             needs = check_needs(needs, self.needs)
         key: tuple[Hashable, ...] = act.serial, self.mark, flags, needs, form
-        if outs:
+        if out is not None:
             key = *key, len(outs)
             if self.in_place:  # which of the operands each is
                 for x in outs:

@@ -92,7 +92,8 @@ def first(cache: Path) -> dict[str, dict[str, int]]:
 def test_the_first_process_compiles_everything_and_the_second_nothing(first, cache):
     assert len(first["kernels"]) > 8
     assert set(first["kernels"].values()) == {0}
-    assert first["entries"] == {"run_here": 0, "run_with_helpers": 0, "help_launches": 0}
+    every = "run_here", "run_with_helpers", "help_launches", "read", "separate"
+    assert first["entries"] == dict.fromkeys(every, 0)
     before = sorted(cache.rglob("*.nb?"))
     second = json.loads(run(EVERYTHING, cache))
     assert second["kernels"] == dict.fromkeys(first["kernels"], 1)
@@ -430,7 +431,9 @@ def test_a_cache_that_is_damaged_full_or_gone_costs_a_compilation_and_one_warnin
     # A directory that disappears is made anew (there is one for each folder of templates).
     gone = f"shutil.rmtree({str(tmp_path)!r}); nf.relu_mul(x, x)"
     assert gate(tmp_path, after=gone)[1:] == ([], place)
-    assert len(list(place.iterdir())) == len(list(tmp_path.rglob("*.nbc"))) == 1
+    # (what reads arrays' forms is of another folder)
+    kernels = [x for x in tmp_path.rglob("*.nbc") if "array_objects" not in x.name]
+    assert len(list(place.iterdir())) == len(kernels) == 1
     assert gate(tmp_path)[:2] == ([0, 0, 0], [])
     files = sorted(tmp_path.rglob("*.nbc"))
     whole = {path: path.read_bytes() for path in files}

@@ -98,11 +98,11 @@ def test_a_repeated_call_on_threads_opens_few_more():
 @pytest.mark.parametrize(
     "name, functions, most",
     [
-        ("forward", 42, 66),
+        ("forward", 43, 66),
         ("residual", 48, 78),
         ("backward", 62, 167),
         ("backward, residual", 74, 219),
-        ("gate, named", 37, 54),
+        ("gate, named", 38, 54),
         ("gate backward", 41, 75),
         ("double backward", 67, 260),
         ("tangent", 51, 114),
