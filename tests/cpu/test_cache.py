@@ -435,7 +435,7 @@ def test_a_cache_that_is_damaged_full_or_gone_costs_a_compilation_and_one_warnin
     kernels = [x for x in tmp_path.rglob("*.nbc") if "array_objects" not in x.name]
     assert len(list(place.iterdir())) == len(kernels) == 1
     assert gate(tmp_path)[:2] == ([0, 0, 0], [])
-    files = sorted(tmp_path.rglob("*.nbc"))
+    files = sorted(x for x in tmp_path.rglob("*.nbc") if "array_objects" not in x.name)
     whole = {path: path.read_bytes() for path in files}
     assert len(whole) == 4  # (one of the gate that the call above took)
     for path, damaged in zip(
