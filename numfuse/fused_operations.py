@@ -18,7 +18,7 @@ from numfuse.epilogues import Epilogue
 from numfuse.operations import Operation
 from numfuse.problem import fused
 from numfuse.problem.forms import Form
-from numfuse.problem.operands import ACCUMULATORS, array_of, as_plain
+from numfuse.problem.operands import array_of, as_plain
 from numfuse.runtime.dispatch import adapter_for
 
 EpilogueLike = str | UserEpilogue | Callable[..., Any]
@@ -181,7 +181,8 @@ def number(x: float, dtype: np.dtype[Any]) -> ndarray:
 
     A dtype that is not computed is float64 here: the array that it is of is refused by its name.
     """
-    dtype = dtype if dtype in ACCUMULATORS else np.dtype(np.float64)
+    # (by its kind, V of bfloat16: the table of dtypes learns that one later)
+    dtype = dtype if dtype.kind in "fV" else np.dtype(np.float64)
     if x == 0 or 1e-4 < abs(x) < 65504:  # (no dtype is left, whose narrowest is float16)
         return np.array(x, dtype)
     try:
