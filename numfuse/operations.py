@@ -20,7 +20,7 @@ from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, resolve
 from numfuse.problem import gates, product, second_order
 from numfuse.problem.fields import FIELD_OF
 from numfuse.problem.operands import address, apart, array_of, as_plain, required
-from numfuse.problem.results import check_needs
+from numfuse.problem.results import check_needs, copy_late
 from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.fingerprint import form_of
 from numfuse.runtime.replay import Replay
@@ -235,6 +235,7 @@ class Operation:
                 f"backend must have the operation {self.kind!r}, got {chosen!r} without it"
             )
         run(p)
+        copy_late(p)
         return p.result
 
     def _record(
@@ -266,6 +267,7 @@ class Operation:
             found = _Kept(made.program, tuple(specs), kind, None, dtypes)
             chosen.replay.keep(key, found, made.formulas, made.nbytes)
         chosen.launch(made.program, tuple(arrays))
+        copy_late(p)
         return result
 
 

@@ -29,6 +29,7 @@ from numfuse.problem.operands import (
     shaped,
 )
 from numfuse.problem.product import STORED
+from numfuse.problem.results import made_late
 from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, merge_axes, residual_view
 
 
@@ -66,6 +67,8 @@ class FusedProblem(ArraysByName):
     result: Any
     #: The sums that the form of the call has, those that this call does without included.
     width: int = 0
+    #: Results of the caller's that are copied from others when all is done: (target, made).
+    late: tuple[tuple[ndarray, ndarray], ...] = ()
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -286,10 +289,11 @@ def _fold(
     """Fold the batch into M where every right factor serves all of it: one product, not many.
 
     What does not merge without a copy is copied, so that the sums over rows have one order whatever
-    the strides are; a ghost or a result that does not, or an operand that repeats over the batch,
-    but not over M, keeps the batch as it is.
+    the strides are: an operand before, a result when all is done. A ghost that does not, or an
+    operand that repeats over the batch, but not over M, keeps the batch as it is.
     """
     views: dict[str, ndarray] = {}
+    late: list[tuple[ndarray, ndarray]] = []
     rows, count = (*p.batch, p.m), prod(p.batch) * p.m
     for name, x in p.arrays.items():
         if all(length == 1 for length in x.shape[:-1]) and name not in right:
@@ -303,9 +307,12 @@ def _fold(
         else:
             lengths = x.shape[:-1]
             apart = x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1
-            if apart and (ghosts or name in p.results):
+            if apart and ghosts:
                 return
             views[name] = x if apart else x.reshape(count, x.shape[-1])
+            if apart and name in p.results:
+                late.append(made_late(x))
+                views[name] = late[-1][1].reshape(count, x.shape[-1])
     for name, x in views.items():
         p.arrays[name] = x if x.ndim == 2 else gathered(x)
-    p.m, p.batch = count, ()
+    p.m, p.batch, p.late = count, (), tuple(late)

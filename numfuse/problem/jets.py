@@ -62,6 +62,7 @@ from numfuse.problem.results import (
     LayerJetGradients,
     check_needs,
     check_outputs,
+    made_late,
 )
 from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, merge_axes, residual_view
 
@@ -131,6 +132,8 @@ class JetProblem(ArraysByName):
     result: Any
     #: The operands of a formula, which has no bias: (..., M or 1, N or 1).
     operands: tuple[str, ...] = ()
+    #: Results of the caller's that are copied from others when all is done: (target, made).
+    late: tuple[tuple[ndarray, ndarray], ...] = ()
 
     @property
     def members(self) -> int:
@@ -226,6 +229,12 @@ def make(
     p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **how)
     if p.batch:
         _fold(p, ghosts)
+    d_b = p.arrays.get("d_b")
+    plain = p.n * p.dtype.itemsize, p.dtype.itemsize
+    if d_b is not None and not (ghosts or p.batch or d_b.strides == plain):
+        # Its sum may be made in pieces where it is contiguous: so it is, or there were two orders.
+        p.late += (made_late(d_b),)
+        p.arrays["d_b"] = p.late[-1][1]
     return p
 
 
@@ -415,10 +424,11 @@ def formulas_of(
 def _fold(p: JetProblem, ghosts: bool) -> None:
     """Fold the batch into M where b and bias serve all of it: one product, not many.
 
-    An operand that does not merge is copied, so that sums over rows have one order whatever the
-    strides are; with a result that does not, or a ghost, the batch stays.
+    What does not merge is copied, so that sums over rows have one order whatever the strides are:
+    an operand before, a result when all is done. With a ghost that does not, the batch stays.
     """
     views: dict[str, ndarray] = {}
+    late: list[tuple[ndarray, ndarray]] = []
     rows, count = (*p.batch, p.m), prod(p.batch) * p.m
     for name, x in p.arrays.items():
         lead = int(name in MEMBERS)
@@ -436,8 +446,11 @@ def _fold(p: JetProblem, ghosts: bool) -> None:
             return
         else:
             apart = x.size and len(merge_axes(x.shape[lead:-1], x.strides[lead:-1])[0]) > 1
-            if apart and (ghosts or name in p.results):
+            if apart and ghosts:
                 return
+            if apart and name in p.results:
+                late.append(made_late(x))
+                x = late[-1][1]
             views[name] = x.reshape(*x.shape[:lead], count, x.shape[-1])
     p.arrays.update(views)
-    p.m, p.batch = count, ()
+    p.m, p.batch, p.late = count, (), tuple(late)

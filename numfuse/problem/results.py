@@ -217,6 +217,17 @@ def without_terms(p: Any) -> list[str] | None:
     return [] if terms else results
 
 
+def made_late(x: ndarray) -> tuple[ndarray, ndarray]:
+    """Return a result, and a new array in its place that `copy_late` will copy to it."""
+    return x, np.empty(x.shape, x.dtype)
+
+
+def copy_late(p: Any) -> None:
+    """Copy what was made late to the caller's arrays, after a backend has run a problem."""
+    for target, made in getattr(p, "late", ()):
+        target[...] = made
+
+
 def check_needs(needs: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     """The gradients that are wanted, out of `names`."""
     if needs is names:

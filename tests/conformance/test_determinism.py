@@ -382,3 +382,39 @@ def test_a_gradient_of_an_epilogue_has_its_bits_alone_and_in_company(dtype):
             assert x is None or (bits(x) == bits(y)).all(), (name, needs)
     _, d_row = nf.elementwise_bwd(grad, lambda x, y: x * y, grad, row, needs=(1,))
     assert_same(d_row, nf.elementwise_bwd(grad, lambda x, y: x * y, grad, row)[1], "elementwise")
+
+
+def strided(shape, dtype, kind):
+    """Return an array to write, whose leading axes do not merge, or whose columns are apart."""
+    if kind == "turned":
+        return np.full((*shape[:-2], *shape[:-3:-1]), np.nan, dtype).swapaxes(-1, -2)
+    return np.full((*shape[:-2], shape[-2] + 3, shape[-1] + 2), np.nan, dtype)[..., 3:, 2:]
+
+
+@pytest.mark.parametrize("kind", ["turned", "cut"])
+@pytest.mark.parametrize("m, n, k", [(17, 3, 64), (700, 5, 8)])
+def test_where_a_result_lies_does_not_show_in_the_others(m, n, k, kind):
+    """A batch over one B is folded for its sums over rows, wherever d_a is written.
+
+    The 1400 points of the jet are enough for its d_b to be joined from pieces.
+    """
+    grad, a, b, bias = operands(m, n, k, "float64", batch=(2,))
+    b, row, a_dot, grad_dot = b[0], bias[0, 0], a[None, :, ::-1], grad[None, :, ::-1]
+    calls = [
+        lambda **how: nf.matmul_activation_mul_bwd(grad, a, b, b[::-1], row, None, "silu", **how),
+        lambda **how: nf.matmul_epilogue_bwd(grad, a, b, lambda z, x: z * z * x, row, **how),
+        lambda **how: nf.matmul_bias_activation_jet_bwd(
+            grad, grad_dot, grad_dot, a, b, row, "silu", a_dot, **how
+        ),
+    ]
+    for call in calls:
+        wanted = call()
+        for place in (0, 1):  # d_a, then d_b
+            out: list = [None] * len(wanted)
+            if isinstance(wanted[-1], tuple):
+                out[-1] = (None,) * len(wanted[-1])
+            out[place] = strided(wanted[place].shape, np.float64, kind)
+            got = call(out=tuple(out))
+            assert got[place] is out[place]
+            for x, y in zip(every(tuple(got)), every(tuple(wanted)), strict=True):
+                assert (x is None and y is None) or (bits(x) == bits(y)).all(), place
