@@ -109,10 +109,8 @@ class Operation:
         """Run a call on these operands, in the order of `operands`; flags in that of `flags`."""
         first = operands[0]
         if type(first) is not ndarray and first is not None:
-            run = AGAIN.get(type(first))
-            if run is not None:
-                return run(self, operands, activation, flags, needs, out, backend)
-            return self._otherwise(operands, activation, flags, needs, out, backend)
+            run = AGAIN.get(type(first), Operation._otherwise)
+            return run(self, operands, activation, flags, needs, out, backend)
         chosen: Any = ACTIVE.get() if backend is None else backend
         if chosen is None or type(chosen) is str:
             chosen = LOADED.get(DEFAULT if chosen is None else chosen)
@@ -173,10 +171,8 @@ class Operation:
         for x in operands:
             if x is None or (type(x) is ndarray and x.flags.aligned):
                 continue
-            run = AGAIN.get(type(x))
-            if run is not None:
-                return run(self, operands, activation, flags, needs, out, backend)
-            return self.other(operands, activation, flags, needs, out, backend)
+            run = AGAIN.get(type(x), type(self).other)
+            return run(self, operands, activation, flags, needs, out, backend)
         act = activation if type(activation) is Activation else self.known(activation)
         if type(needs) is not tuple:
             needs = check_needs(needs, self.needs)
@@ -235,7 +231,8 @@ class Operation:
                 f"backend must have the operation {self.kind!r}, got {chosen!r} without it"
             )
         run(p)
-        copy_late(p)
+        if getattr(p, "late", ()):
+            copy_late(p)
         return p.result
 
     def _record(
@@ -267,7 +264,8 @@ class Operation:
             found = _Kept(made.program, tuple(specs), kind, None, dtypes)
             chosen.replay.keep(key, found, made.formulas, made.nbytes)
         chosen.launch(made.program, tuple(arrays))
-        copy_late(p)
+        if getattr(p, "late", ()):
+            copy_late(p)
         return result
 
 

@@ -17,8 +17,8 @@ from numfuse.activations import table
 from numfuse.backends import ACTIVE, DEFAULT, LOADED
 from numfuse.kept import KeptStacks
 from numfuse.packs import Packed
-from numfuse.problem.operands import address
-from numfuse.runtime.fingerprint import form_of, lie_apart
+from numfuse.problem.operands import address, apart
+from numfuse.runtime.fingerprint import form_of
 from numfuse.runtime.replay import Replay
 
 _SEQUENCES = {list, tuple, Packed}
@@ -131,7 +131,7 @@ def again(
         return Repeat(chosen, key, operands, outs)
     made = found.made
     if outs:
-        if not lie_apart(operands, outs):
+        if not apart(outs, operands):
             return Repeat(chosen, key, operands, outs)
         pairs = zip(made, outs, strict=True)
         results = tuple(x if y is None or x is not None else empty(*y) for y, x in pairs)

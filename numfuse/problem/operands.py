@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
+
+from numfuse.runtime.fingerprint import lie_apart
 
 _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
@@ -217,11 +219,15 @@ def _same_elements(x: ndarray, y: ndarray) -> bool:
     return address(x) == address(y) and x.shape == y.shape and x.strides == y.strides
 
 
-def apart(outs: Iterable[ndarray | None], others: Iterable[ndarray | None], in_place: bool) -> bool:
+def apart(
+    outs: tuple[ndarray | None, ...], others: tuple[ndarray | None, ...], in_place: bool = False
+) -> bool:
     """Return whether no output shares memory with another array; as `output`, without a message.
 
     With `in_place` an output may have exactly the elements of one of the others.
     """
+    if not in_place and lie_apart(others, outs):
+        return True
     seen = [*others]
     for out in outs:
         if out is None:

@@ -224,7 +224,7 @@ def made_late(x: ndarray) -> tuple[ndarray, ndarray]:
 
 def copy_late(p: Any) -> None:
     """Copy what was made late to the caller's arrays, after a backend has run a problem."""
-    for target, made in getattr(p, "late", ()):
+    for target, made in p.late:
         target[...] = made
 
 

@@ -104,26 +104,16 @@ def form_of(operands: tuple[Any, ...]) -> Hashable:
 
 
 def lie_apart(operands: tuple[Any, ...], outs: tuple[Any, ...]) -> bool:
-    """Return whether no output shares memory with another array, by the bounds of their memory.
+    """Return whether the bounds of memory show that no output shares any with another array.
 
-    All of them have a form. False is also returned where outputs have several dtypes.
+    All of them have a form. False means that somebody has to look: so it is where outputs have
+    several dtypes, and where Python cannot read what NumPy holds.
     """
     native = _native()
     if native is None:
-        return _lie_apart(operands, outs)
+        return False
     for x in outs:
         if x is not None:
             every = *operands, *outs
             return native[1](every, len(outs), x.itemsize, _KINDS[1])
-    return True
-
-
-def _lie_apart(operands: tuple[Any, ...], outs: tuple[Any, ...]) -> bool:
-    seen = [x for x in operands if x is not None]
-    for out in outs:
-        if out is None:
-            continue
-        if any(np.may_share_memory(x, out) for x in seen):
-            return False
-        seen.append(out)
     return True

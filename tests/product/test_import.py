@@ -199,7 +199,7 @@ ARROWS: dict[str, set[str]] = {
     "runtime": {"expr", "language"},
     "kept": {"runtime"},
     "activations": {"errors", "expr", "language", "runtime"},
-    "problem": {"activations", "epilogues", "language"},
+    "problem": {"activations", "epilogues", "language", "runtime"},
     "backends": {"errors", "runtime"},
     "backends.reference": {"backends", "epilogues", "language", "problem"},
     "backends.cpu": {
