@@ -193,12 +193,15 @@ def mlp_bwd(
         if found is not None:
             d_x, pairs = found
             return stored_gradients(net, d_x, pairs, wanted, targets)
-    elif out is not None:
-        raise TypeError("out must be None for arrays that are differentiated through")
-    elif kept is None:
-        found = call.at_once(grad, wanted)
+    else:
+        found = call.at_once(grad, wanted, out) if kept is None else None
         if found is not None:
             return found
+        if out is not None:
+            raise TypeError(
+                f"out must be None where x is a {type(x).__name__} and its layers are calls of "
+                f"their own, got a {type(out).__name__}"
+            )
     if kept is None:
         call.run(kept := Kept([], []))
     d_x, d_weights, d_biases = call.back(grad, kept, wanted)

@@ -310,6 +310,7 @@ def perceptron(arrays: Own, again: Callable[..., Any]) -> Callable[..., Any]:
         form = np.zeros((0, width)), np.zeros((0, 0))
         kind = "mlp" if grad is None else "mlp backward"
         mark = _mark(kind, weights, biases, how, (None, None), tuple(needs))
+        outs, given = (out, ()) if grad is None else _flat(out, True, weights)
         if mark is None:
             return None
 
@@ -323,17 +324,22 @@ def perceptron(arrays: Own, again: Callable[..., Any]) -> Callable[..., Any]:
                 if arrays.whole(made, grad is not None) is None:
                     return None
                 if grad is not None:
-                    return stacks.backward(made, (grad, None, None), None, needs, None)
+                    return stacks.backward(made, (grad, None, None), None, needs, out)
                 found = stacks.forward(made, False, None if out is None else (out, None, None))
             except (TypeError, ValueError):
+                if grad is not None and out is not None:
+                    raise
                 return None  # and the layers say what is wrong
             return found.u
 
+        if outs is None and out is not None:
+            return long()
         every = x, *weights, *(biases or ()), *(() if grad is None else (grad,))
-        found = again(Call(mark, long), every, "none", (), (), out, how[-1])
+        flat = None if out is None else outs
+        found = again(Call(mark, long), every, "none", (), (), flat, how[-1])
         if type(found) is Raw:
             own = (None,) * len(weights) if biases is None else biases
-            return _unpacked(found, x, weights, own, needs, {})
+            return _unpacked(found, x, weights, own, needs, dict(given))
         return found
 
     return run

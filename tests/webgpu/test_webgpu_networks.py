@@ -215,6 +215,35 @@ def test_outputs_are_written_and_nothing_around_them():
 
 
 @pytest.mark.parametrize("groups", [1, 3, 528])
+def poisoned_like(x):
+    return nf.to_device(np.full(x.shape, np.nan, x.dtype), "webgpu")
+
+
+def test_the_gradients_of_a_value_are_written_where_they_are_wanted(submits):
+    host = network()
+    grad, call = moved(cotangents(*host)[:1])[0], moved(host)
+    wanted = nf.mlp_bwd(grad, *call, needs=EVERY)
+    x, weights, biases, *_ = call
+    for again in range(2):
+        outs = [
+            [None if y is None else poisoned_like(y) for y in group]
+            for group in ([x], weights, biases)
+        ]
+        out = outs[0][0], (*outs[1][:-1], None), tuple(outs[2])
+        before = len(submits)
+        got = nf.mlp_bwd(grad, *call, needs=EVERY, out=out)
+        assert len(submits) == before + 1, again
+        assert got.d_x is out[0] and got.d_weights[0] is out[1][0] and got.d_biases == out[2]
+        same(got, wanted)
+    for wrong, message in (
+        ((None, None), "3 entries"),
+        ((x, None, None), "d_x"),
+        ((None, (weights[0], *[None] * (len(weights) - 1)), None), r"d_weights\[0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nf.mlp_bwd(grad, *call, needs=EVERY, out=wrong)
+
+
 def test_any_number_of_workgroups_adds_up_all_points(monkeypatch, groups, poison):
     """Guards: tiles one after another in a workgroup, planes that are joined in two stages."""
     host = network((2, 7, 1), 1101)
