@@ -7,6 +7,7 @@ import pytest
 from frames import frames
 
 import numfuse as nf
+from numfuse.backends.cpu.face import BACKEND as CPU
 from numfuse.backends.cpu.launch import workspace
 
 BACKEND = ("backends/cpu", "runtime/replay.py")
@@ -61,9 +62,12 @@ def calls(m, batch=(), view=np.asarray):
 
 
 @pytest.fixture(autouse=True)
-def one_workspace():
-    """The usual state: threads of the tests before may have left several pieces of memory."""
+def usual_state():
+    """Threads of the tests before may have left several pieces of memory, and tables that are full,
+    where a record takes the place of another.
+    """
     workspace.pool.clear()
+    CPU.replay.clear()
 
 
 @pytest.mark.parametrize("name", calls(1))
