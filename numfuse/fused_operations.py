@@ -89,10 +89,11 @@ class FusedOperation(Operation):
     def _problem(
         self, activation: Any, needs: Any = (), out: Any = None, guard: bool = True,
         sum_batch: bool = False, ghosts: bool = False,
-        gathered: Callable[[ndarray], ndarray] | None = None, **given: Any,
+        gathered: Callable[[ndarray], ndarray] | None = None,
+        scattered: Callable[[ndarray], ndarray] | None = None, **given: Any,
     ) -> fused.FusedProblem:  # fmt: skip
         outs = entries("out", out, len(self.results)) if self.several else (out,)
-        how = needs, outs, guard, self.keep, sum_batch, ghosts, gathered
+        how = needs, outs, guard, self.keep, sum_batch, ghosts, gathered, scattered
         return fused.make(self.form, self.whole(activation), activation, given, *how)
 
     def other(

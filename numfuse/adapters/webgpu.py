@@ -134,7 +134,8 @@ def _fused(
     ghosts = {name: x.ghost for name, x in (given | made).items()}
     store = Store(device, list(given.values()), list(made.values()))
     how = {name: ghosts.get(name) for name in operation.operands}
-    how |= dict(zip(operation.flags, flags, strict=True), needs=needs, gathered=store.rows)
+    how |= dict(zip(operation.flags, flags, strict=True), needs=needs)
+    how |= {"gathered": store.rows, "scattered": store.result_rows}
     if made:
         found = tuple(map(ghosts.get, operation.results))
         how["out"] = found if operation.several else found[0]

@@ -164,6 +164,7 @@ def make(
     sum_batch: bool = False,
     ghosts: bool = False,
     gathered: Callable[[ndarray], ndarray] | None = None,
+    scattered: Callable[[ndarray], ndarray] | None = None,
     empty: Callable[..., ndarray] = np.empty,
 ) -> FusedProblem:
     """Return the problem of a call.
@@ -172,8 +173,9 @@ def make(
     there, and `whole` is the forward. `needs` names the operands whose gradients are wanted, `out`
     has an array, or None, for each result. `keep` asks a forward for its sums, in the operands'
     dtype if it is "stored". Of `ghosts`, arrays of a device, no copy is made; else `gathered`
-    copies an operand (..., M, K) to one of (rows, K): default NumPy's way. `empty` makes a result
-    of a shape and a dtype.
+    copies an operand (..., M, K) to one of (rows, K), and `scattered` returns a result of (rows, K)
+    that is copied to one of (..., M, K) in the end: default NumPy's way. `empty` makes a result of
+    a shape and a dtype.
     """
     x = _Operands(form, given)
     epilogue = derived(form, whole, frozenset(x.arrays), guard)
@@ -218,7 +220,10 @@ def make(
     p.width = form.factors * (1 + (form.kind in ("double_backward", "tangent")))
     if p.batch and form.factors:
         right = {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")}
-        _fold(p, right, ghosts, gathered or (lambda x: x.reshape(-1, x.shape[-1])))
+        if ghosts:
+            _fold(p, right, None, None)
+        else:
+            _fold(p, right, gathered or _rows, scattered)
     return p
 
 
@@ -283,14 +288,21 @@ def _outputs(
     return made, tuple(found) if len(specs) > 1 or "backward" in form.kind else found[0]
 
 
+def _rows(x: ndarray) -> ndarray:
+    return x.reshape(-1, x.shape[-1])
+
+
 def _fold(
-    p: FusedProblem, right: set[str], ghosts: bool, gathered: Callable[[ndarray], ndarray]
+    p: FusedProblem,
+    right: set[str],
+    gathered: Callable[[ndarray], ndarray] | None,
+    scattered: Callable[[ndarray], ndarray] | None,
 ) -> None:
     """Fold the batch into M where every right factor serves all of it: one product, not many.
 
     What does not merge without a copy is copied, so that the sums over rows have one order whatever
-    the strides are: an operand before, a result when all is done. A ghost that does not, or an
-    operand that repeats over the batch, but not over M, keeps the batch as it is.
+    the strides are: an operand before, a result when all is done. Where it cannot be `gathered`, or
+    where an operand repeats over the batch, but not over M, the batch stays as it is.
     """
     views: dict[str, ndarray] = {}
     late: list[tuple[ndarray, ndarray]] = []
@@ -307,12 +319,15 @@ def _fold(
         else:
             lengths = x.shape[:-1]
             apart = x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1
-            if apart and ghosts:
+            if apart and gathered is None:
                 return
-            views[name] = x if apart else x.reshape(count, x.shape[-1])
-            if apart and name in p.results:
-                late.append(made_late(x))
-                views[name] = late[-1][1].reshape(count, x.shape[-1])
+            views[name] = x if apart else _rows(x)
     for name, x in views.items():
-        p.arrays[name] = x if x.ndim == 2 else gathered(x)
+        if x.ndim > 2 and name in p.results:
+            if scattered is None:
+                late.append(made_late(x))
+            x = _rows(late[-1][1]) if scattered is None else scattered(x)
+        elif x.ndim > 2 and gathered is not None:
+            x = gathered(x)
+        p.arrays[name] = x
     p.m, p.batch, p.late = count, (), tuple(late)

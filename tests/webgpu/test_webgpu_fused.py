@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from arrays import in_layout, normal
 from conftest import served, unavailable
+from on_device import strided
 from tolerance import DTYPES
 
 import numfuse as nf
@@ -269,6 +270,23 @@ def test_rows_of_a_batch_that_do_not_merge_are_gathered_on_the_device():
     second = nf.matmul_epilogue_bwd(views[1], views[0], *moved((b,)), f, moved(bias))
     for x, y in zip(flat(tuple(first)), flat(tuple(second)), strict=True):
         assert np.array_equal(nf.to_numpy(x), nf.to_numpy(y))
+
+
+@pytest.mark.parametrize("kind", ["turned", "cut"])
+def test_where_a_result_lies_does_not_show_in_the_others(kind):
+    """Guards: the rows of a batch over one B are one sum, wherever d_a is written; found again."""
+    r = Arrays()
+    grad, a, b, w = moved((r(2, 17, 3), r(2, 17, 64), r(64, 3), r(64, 3)))
+    wanted = nf.matmul_activation_mul_bwd(grad, a, b, w, None, None, "silu")
+    base = moved(np.full(2 * 20 * 66, np.nan, np.float32))
+    offset, steps = (0, (17 * 64, 1, 17)) if kind == "turned" else (3 * 66 + 2, (20 * 66, 66, 1))
+    for _ in range(2):
+        d_a = strided(base, offset, (2, 17, 64), tuple(4 * step for step in steps))
+        out = d_a, None, None, None, None
+        got = nf.matmul_activation_mul_bwd(grad, a, b, w, None, None, "silu", out=out)
+        assert got.d_a is d_a
+        for x, y in zip(got[:3], wanted[:3], strict=True):
+            np.testing.assert_array_equal(nf.to_numpy(x), nf.to_numpy(y), strict=True)
 
 
 # --- formulas of arrays alone -------------------------------------------------------------------
