@@ -289,7 +289,7 @@ def _outputs(
 
 
 def _rows(x: ndarray) -> ndarray:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def _fold(
