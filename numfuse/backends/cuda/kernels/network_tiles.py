@@ -85,32 +85,22 @@ def rows_by_columns(tile: Tile) -> Any:
     X has k along its rows, Y along its columns.
     """
     kind, size = FORMATS[tile.real]
-    row, few = tile.row_step * tile.pitch * size, tile.few
 
-    def body(builder, sums, memory, x, y):
-        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
-        total = read_registers(builder, sums, 0, tile.sums)
-        left = [read_vector(builder, x, i * row, kind, few) for i in range(tile.mr)]
-        for k in range(few):
+    def body(builder, y, left, total):
+        for k in range(tile.few):
             right = []
-            for j in range(0, tile.nr, few):
+            for j in range(0, tile.nr, tile.few):
                 offset = (k * tile.pitch + tile.column(j, tile.across)) * size
-                right += read_vector(builder, y, offset, kind, few)
+                right += read_vector(builder, y, offset, kind, tile.few)
             for i in range(tile.mr):
                 for j in range(tile.nr):
                     at = i * tile.nr + j
                     total[at] = fused(builder, left[i][k], right[j], total[at])
-        write_registers(builder, sums, 0, total)
 
-    def simulated(sums, memory, x, y):
-        for i in range(tile.mr):
-            for j in range(tile.nr):
-                for k in range(few):
-                    a = memory[x + i * tile.row_step * tile.pitch + k]
-                    b = memory[y + k * tile.pitch + tile.column(j, tile.across)]
-                    sums[i * tile.nr + j] += a * b
+    def place_of(j, k):
+        return k * tile.pitch + tile.column(j, tile.across)
 
-    return _made("rows_by_columns", tile, "arrr", body, simulated)
+    return _of_rows("rows_by_columns", tile, body, place_of)
 
 
 @functools.cache
@@ -120,29 +110,45 @@ def rows_by_rows(tile: Tile) -> Any:
     The columns of a thread are as many apart as there are threads along them.
     """
     kind, size = FORMATS[tile.real]
-    row, few = tile.row_step * tile.pitch * size, tile.few
     step = tile.across * tile.pitch
+
+    def body(builder, y, left, total):
+        for j in range(tile.nr):
+            right = read_vector(builder, y, j * step * size, kind, tile.few)
+            for k in range(tile.few):
+                for i in range(tile.mr):
+                    at = i * tile.nr + j
+                    total[at] = fused(builder, left[i][k], right[k], total[at])
+
+    def place_of(j, k):
+        return j * step + k
+
+    return _of_rows("rows_by_rows", tile, body, place_of)
+
+
+def _of_rows(name: str, tile: Tile, add: Any, place_of: Any) -> Any:
+    """Return a product with `few` values of k along the rows of X.
+
+    `add` adds it to the sums, given what it reads of X and where Y is; `place_of` says at which
+    element of Y column j has the value of k.
+    """
+    kind, size = FORMATS[tile.real]
+    row = tile.row_step * tile.pitch
 
     def body(builder, sums, memory, x, y):
         x, y = (place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, tile.sums)
-        left = [read_vector(builder, x, i * row, kind, few) for i in range(tile.mr)]
-        for j in range(tile.nr):
-            right = read_vector(builder, y, j * step * size, kind, few)
-            for k in range(few):
-                for i in range(tile.mr):
-                    at = i * tile.nr + j
-                    total[at] = fused(builder, left[i][k], right[k], total[at])
+        left = [read_vector(builder, x, i * row * size, kind, tile.few) for i in range(tile.mr)]
+        add(builder, y, left, total)
         write_registers(builder, sums, 0, total)
 
     def simulated(sums, memory, x, y):
         for i in range(tile.mr):
             for j in range(tile.nr):
-                for k in range(few):
-                    a = memory[x + i * tile.row_step * tile.pitch + k]
-                    sums[i * tile.nr + j] += a * memory[y + j * step + k]
+                for k in range(tile.few):
+                    sums[i * tile.nr + j] += memory[x + i * row + k] * memory[y + place_of(j, k)]
 
-    return _made("rows_by_rows", tile, "arrr", body, simulated)
+    return _made(name, tile, "arrr", body, simulated)
 
 
 @functools.cache
