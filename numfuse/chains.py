@@ -18,7 +18,7 @@ from numfuse.fusion import elementwise
 from numfuse.kept import Kept
 from numfuse.networks import listed
 from numfuse.perceptron import Network, added, rounded, sequences
-from numfuse.problem.operands import array_of, as_plain, same_dtype
+from numfuse.problem.operands import array_of, as_plain, check_group, same_dtype
 from numfuse.problem.results import NetworkGradients, NetworkSecondGradients
 from numfuse.runtime.dispatch import adapter_for
 
@@ -70,8 +70,7 @@ class Chain:
         given = listed(given)
         if given is None:
             return [None] * count
-        if isinstance(given, ndarray) or not isinstance(given, Sequence) or len(given) != count:
-            raise ValueError(f"{name} must be None or a sequence of {count} arrays or None")
+        check_group(name, given, count)
         found = []
         for i, (y, layer) in enumerate(zip(given, self.layers, strict=True)):
             if y is not None and layer[index] is None:

@@ -19,13 +19,12 @@ from numfuse.fused_operations import (
     NUMBERS,
     EpilogueLike,
     arrays_of,
-    entries,
     form_of,
     number,
     numbers_of,
 )
 from numfuse.jets import JetOperation, weights_of
-from numfuse.problem.results import EpilogueJetGradients, LayerJet, check_needs
+from numfuse.problem.results import EpilogueJetGradients, LayerJet, check_needs, entries
 from numfuse.runtime.dispatch import adapter_for
 
 __all__ = ["matmul_epilogue_jet", "matmul_epilogue_jet_bwd"]

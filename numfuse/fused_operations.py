@@ -19,6 +19,7 @@ from numfuse.operations import Operation
 from numfuse.problem import fused
 from numfuse.problem.forms import Form
 from numfuse.problem.operands import array_of, as_plain
+from numfuse.problem.results import entries
 from numfuse.runtime.dispatch import adapter_for
 
 EpilogueLike = str | UserEpilogue | Callable[..., Any]
@@ -150,10 +151,12 @@ def form_of(
         )
     if count != factors + len(numbers):
         sums, rest = made.parameters[:factors], made.parameters[factors:]
-        took = f", {factors} for products ({', '.join(sums)}), then {len(rest)} operands"
+        took = f"{_count(count, 'argument')} ({', '.join(rest)})"
+        if factors:
+            took = f"{_count(count, 'argument')}, {_count(factors, 'product')} ({', '.join(sums)})"
+            took += f" and {_count(len(rest), 'operand')} ({', '.join(rest)})" if rest else ""
         raise TypeError(
-            f"the epilogue {made.name!r} takes {count} arguments{took if factors else ''} "
-            f"({', '.join(rest)}), got {len(numbers)} operands"
+            f"the epilogue {made.name!r} takes {took}, got {_count(len(numbers), 'operand')}"
         )
     if factors and made.several:
         raise TypeError(
@@ -161,6 +164,10 @@ def form_of(
             f"{len(made.graphs)}: numfuse.elementwise takes such"
         )
     return Form(kind, factors, several, made.parameters[factors:], numbers, len(made.graphs))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def numbers_of(operands: Sequence[Any]) -> tuple[bool, ...]:
@@ -192,14 +199,3 @@ def number(x: float, dtype: np.dtype[Any]) -> ndarray:
         wide = math.inf if x > 0 else -math.inf
     with np.errstate(all="ignore"):
         return np.array(wide, dtype)
-
-
-def entries(name: str, given: Any, count: int) -> tuple[Any, ...]:
-    """Return what a call gives as a tuple of so many; None is so many of None."""
-    if given is None:
-        return (None,) * count
-    if not isinstance(given, (tuple, list)):
-        raise TypeError(f"{name} must be a tuple of {count}, got {type(given).__name__}")
-    if len(given) != count:
-        raise ValueError(f"{name} must have {count} entries, got {len(given)}")
-    return tuple(given)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from numfuse.functional import BackendLike
-from numfuse.fused_operations import EpilogueLike, arrays_of, entries, numbers_of, operation
+from numfuse.fused_operations import EpilogueLike, arrays_of, numbers_of, operation
 from numfuse.problem.forms import Form
-from numfuse.problem.results import EpilogueGradients, Tangent, check_needs
+from numfuse.problem.results import EpilogueGradients, Tangent, check_needs, entries
 
 __all__ = [
     "elementwise",

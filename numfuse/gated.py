@@ -13,7 +13,7 @@ from typing import Any
 from numfuse import epilogues
 from numfuse.activations import get
 from numfuse.functional import ActivationLike, BackendLike
-from numfuse.fused_operations import SUFFIXES, FusedOperation, entries
+from numfuse.fused_operations import SUFFIXES, FusedOperation
 from numfuse.problem.forms import Form
 from numfuse.problem.product import STORED
 from numfuse.problem.results import (
@@ -21,6 +21,7 @@ from numfuse.problem.results import (
     GatedLayerSecondGradients,
     Tangent,
     check_needs,
+    entries,
 )
 
 __all__ = [

@@ -19,7 +19,7 @@ from numfuse.operations import Operation
 from numfuse.problem import jets
 from numfuse.problem.forms import Form
 from numfuse.problem.operands import ACCUMULATORS
-from numfuse.problem.results import LayerJet, LayerJetGradients
+from numfuse.problem.results import LayerJet, LayerJetGradients, entries
 from numfuse.runtime.dispatch import adapter_for
 
 __all__ = ["matmul_bias_activation_jet", "matmul_bias_activation_jet_bwd"]
@@ -311,7 +311,7 @@ def matmul_bias_activation_jet_bwd(
     """
     made, pattern = weights_of(weights, a, a_dot, a_ddot)
     flags = bool(guard), False, pattern, None
-    saved = (None,) * 3 if kept is None else kept
+    saved = entries("kept", kept, 3)
     operands = grad, grad_dot, grad_ddot, a, b, bias, a_dot, a_ddot, made, *saved
     gradients: LayerJetGradients = BACKWARD(operands, activation, flags, needs, out, backend)
     return gradients

@@ -41,6 +41,28 @@ class Kept:
             weakref.finalize(self, memory.slab.release)
 
 
+def given_back(kept: Any) -> Any:
+    """Return what a forward kept for its backward; None where there is nothing."""
+    if kept is None:
+        return None
+    if not hasattr(kept, "inputs"):
+        raise TypeError(
+            f"kept must be what the forward returned with keep=True, got {type(kept).__name__}"
+        )
+    return kept if kept.inputs else None
+
+
+def check_kept(kept: Any, layers: int, points: Any) -> None:
+    """Raise a ValueError for what was kept of another number of layers, or of points."""
+    rows = tuple(points.shape[:-1])
+    given = tuple(kept.inputs[0].shape[: len(rows)])
+    if (len(kept.inputs), given) != (layers, rows):
+        raise ValueError(
+            f"kept must come from a forward of {layers} layers on points {rows}, got one of "
+            f"{len(kept.inputs)} on {given}"
+        )
+
+
 class KeptStacks(Kept):
     """Stacks of a network's blocks, whose memory goes to the next forward that keeps as many."""
 

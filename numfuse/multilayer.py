@@ -14,7 +14,7 @@ import numpy as np
 from numfuse.backends import resolve
 from numfuse.chains import NEEDS, SECOND_NEEDS, Chain
 from numfuse.functional import ActivationLike, BackendLike
-from numfuse.kept import Kept
+from numfuse.kept import Kept, check_kept, given_back
 from numfuse.networks import gradients_again, gradients_of, stored_gradients
 from numfuse.perceptron import rounded, store
 from numfuse.problem.operands import array_of, as_plain, output, shaped
@@ -171,8 +171,7 @@ def mlp_bwd(
     """
     wanted = check_needs(needs, NEEDS)
     stacks = getattr(kept, "stacks", None)
-    if kept is not None and not kept.inputs:
-        kept = None
+    kept = given_back(kept)
     repeat = None
     if kept is None:
         how = activation, final, (wanted, bool(guard)), backend
@@ -181,6 +180,8 @@ def mlp_bwd(
         if type(repeat) is tuple:
             return gradients_of(repeat, wanted)
     call = Chain("mlp_bwd", x, weights, biases, activation, final, guard, backend)
+    if kept is not None:
+        check_kept(kept, len(call.layers), call.x)
     net, targets = call.net, dict[str, Any]()
     if net is not None:
         given = as_plain("grad", array_of(grad))

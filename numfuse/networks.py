@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from numfuse.backends import resolve
 from numfuse.functional import ActivationLike, BackendLike
-from numfuse.kept import Kept
+from numfuse.kept import Kept, check_kept, given_back
 from numfuse.packs import Packed
 from numfuse.perceptron import Memory, Network, silently, store
 from numfuse.problem.operands import array_of, as_plain, output, same_dtype, shaped
@@ -244,10 +244,11 @@ def mlp_jet_bwd(
         rest = (activation, final, guard, backend), (directions, second)
         found: NetworkGradients = serve(grads, x, weights, biases, *rest, kept, wanted, out)
         return found
-    if kept is not None and not kept.inputs:
-        kept = None
+    kept = given_back(kept)
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet_bwd", x, weights, biases, *how)
+    if kept is not None:
+        check_kept(kept, len(net.layers), net.x)
     given = []
     names = "grad", "grad_dot", "grad_ddot"
     for name, y, shape in zip(names, grads, net.shapes, strict=True):

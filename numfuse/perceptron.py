@@ -21,7 +21,7 @@ from numfuse.functional import BackendLike, matmul_bias_activation, matmul_bias_
 from numfuse.jets import BACKWARD, FORWARD, weights_of
 from numfuse.packs import Packed
 from numfuse.problem.jets import Stack
-from numfuse.problem.operands import array_of, as_plain, check_sequence, same_dtype
+from numfuse.problem.operands import array_of, as_plain, check_group, check_sequence, same_dtype
 from numfuse.runtime.dispatch import adapter_for
 from numfuse.runtime.slabs import Slab
 from numfuse.tiling import round_up
@@ -102,8 +102,7 @@ def sequences(
     count = len(weights)
     if biases is None:
         biases = (None,) * count
-    if isinstance(biases, ndarray) or not isinstance(biases, Sequence) or len(biases) != count:
-        raise ValueError(f"biases must be None or a sequence of {count} arrays or None")
+    check_group("biases", biases, count)
     if isinstance(activation, (str, Activation)):
         activation = (activation,) * (count - 1)
     if len(activation) != count - 1:

@@ -29,6 +29,7 @@ from numfuse.networks import mlp_jet, mlp_jet_bwd
 from numfuse.perceptron import Network
 from numfuse.problem.forms import Form
 from numfuse.problem.jets import label_of, make, needs_of
+from numfuse.problem.operands import check_group
 from numfuse.problem.results import LayerJet, LayerJetGradients, NetworkGradients, NetworkJet
 
 Constants = tuple[Any, Any]
@@ -365,8 +366,7 @@ def network_call(
     if len(activation) != count - 1:
         raise ValueError(f"activation must be one or {count - 1}, got {len(activation)}")
     biases = (None,) * count if biases is None else biases
-    if len(biases) != count:
-        raise ValueError(f"biases must be None or a sequence of {count} arrays or None")
+    check_group("biases", biases, count)
     call = NetworkCall(tuple(map(get, (*activation, final))), bool(guard), backend)
     return call, [x, *weights, *biases]
 

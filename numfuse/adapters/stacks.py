@@ -18,6 +18,7 @@ from numpy import ndarray
 from numfuse.functional import matmul_bias_activation, matmul_bias_activation_bwd
 from numfuse.fusion import elementwise
 from numfuse.jets import BACKWARD, FORWARD
+from numfuse.kept import check_kept, given_back
 from numfuse.perceptron import Network
 from numfuse.problem.jets import Stack, outputs
 from numfuse.problem.operands import output, shaped
@@ -363,6 +364,7 @@ def backward(
     net: DeviceNetwork, grads: Sequence[Any], kept: Any, needs: Sequence[str], out: Any
 ) -> NetworkGradients:
     """Return the gradients that are needed."""
+    there = given_back(kept) is not None
     names = ("grad", "grad_dot", "grad_ddot")
     for name, y, shape in zip(names, grads, net.net.shapes, strict=True):
         net.check({name: y})
@@ -383,7 +385,8 @@ def backward(
     if whole is not None:
         d_x, d_weights, d_biases = whole.backward(grads, kept and kept.whole, needs, outs)
     else:
-        there = kept is not None and kept.inputs
+        if there:
+            check_kept(kept, len(net.weights), net.x)
         made = kept if there else net.run(True, None)
         d_x, d_weights, d_biases = net.back(grads, made, needs, outs)
     pairs = (("weights", d_weights), ("biases", d_biases))

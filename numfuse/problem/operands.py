@@ -207,7 +207,20 @@ def _overlaps_itself(x: ndarray) -> bool:
 def check_sequence(weights: Any) -> None:
     """Raise a TypeError for weights that are no sequence of one array or more."""
     if isinstance(weights, ndarray) or not isinstance(weights, Sequence) or not weights:
-        raise TypeError(f"weights must be a sequence of arrays, got {type(weights).__name__}")
+        kind = type(weights).__name__
+        got = f"an empty {kind}" if isinstance(weights, Sequence) else kind
+        raise TypeError(f"weights must be a sequence of arrays, got {got}")
+
+
+def check_group(name: str, given: Any, count: int) -> None:
+    """Raise a ValueError for what is no sequence of so many entries, one for each layer."""
+    if not isinstance(given, Sequence):
+        got = type(given).__name__
+    elif len(given) == count:
+        return
+    else:
+        got = f"{len(given)} entries"
+    raise ValueError(f"{name} must be None or a sequence of {count} arrays or None, got {got}")
 
 
 def address(x: ndarray) -> int:

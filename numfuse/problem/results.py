@@ -255,6 +255,17 @@ def check_outputs(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(out)
 
 
+def entries(name: str, given: Any, count: int) -> tuple[Any, ...]:
+    """Return what a call gives as a tuple of so many; None is so many of None."""
+    if given is None:
+        return (None,) * count
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of {count}, got {type(given).__name__}")
+    if len(given) != count:
+        raise ValueError(f"{name} must have {count} entries, got {len(given)}")
+    return tuple(given)
+
+
 def network_outputs(
     out: Any, names: tuple[str, ...], wanted: Collection[str], shapes: Mapping[str, Any],
     dtype: np.dtype[Any], others: dict[str, ndarray], seen: Callable[[str, Any], ndarray],

@@ -49,8 +49,8 @@ NO = None, None
 ERRORS = [
     (lambda: nf.elementwise(two, np.ones(3, np.uint8), -1.25), TypeError, "got uint8"),
     (lambda: nf.elementwise(two, np.ones(3, np.complex64), 1e9), TypeError, "got complex64"),
-    (lambda: forward(ROW), TypeError, "'scaled' takes 3 arguments, 1 for products (z), then 2 "
-     "operands (bias, scale), got 1 operands"),
+    (lambda: forward(ROW), TypeError, "'scaled' takes 3 arguments, 1 product (z) and 2 "
+     "operands (bias, scale), got 1 operand"),
     (lambda: forward(ROW, ROW, ROW), TypeError, "got 3 operands"),
     (lambda: forward(b=(B, B, B), f=gated), TypeError, "'gated' must have a parameter for each of "
      "3 products, got 2 (z, w)"),

@@ -38,6 +38,9 @@ def twice(u=None, v=None, w=None, grad=GRAD, **options):
 
 
 MASKED = np.ma.masked_array(X)
+#: Of other points, from a backend whose layers keep what they read.
+KEPT = nf.mlp(X[:3], NET, BIASES, keep=True, backend="reference")[1]
+JET_KEPT = nf.mlp_jet(X[:3], NET, BIASES, keep=True, backend="reference")[1]
 
 ERRORS = [
     (lambda: value(x=MASKED), TypeError, "x must be a plain numpy.ndarray, got its subclass"),
@@ -50,7 +53,7 @@ ERRORS = [
     (lambda: twice(u=MASKED), TypeError, "u must be a plain numpy.ndarray"),
     (lambda: twice(grad=GRAD.tolist()), TypeError, "grad must be a NumPy array, got list"),
     (lambda: value(weights=NET[0]), TypeError, "weights must be a sequence of arrays, got ndarray"),
-    (lambda: value(weights=[]), TypeError, "weights must be a sequence of arrays, got list"),
+    (lambda: value(weights=[]), TypeError, "weights must be a sequence of arrays, got an empty"),
     (lambda: value(weights=NET[1:]), ValueError, "biases must be None or a sequence of 1"),
     (lambda: value(weights=NET[::-1]), ValueError, "weights[0] must have shape (..., 2, N), got"),
     (lambda: value(biases=[np.ones(1), None]), ValueError, "biases[0] must have shape (3,)"),
@@ -66,6 +69,19 @@ ERRORS = [
      "out must not"),
     (lambda: backward(X), ValueError, "grad must have the result's shape (6, 1), got (6, 2)"),
     (lambda: backward(single(GRAD)), TypeError, "grad float32"),
+    (lambda: backward(kept=3), TypeError, "kept must be what the forward returned with keep=True, "
+     "got int"),
+    (lambda: backward(kept=KEPT), ValueError, "kept must come from a forward of 2 layers on points "
+     "(6,), got one of 2 on (3,)"),
+    (lambda: nf.mlp_jet_bwd(GRAD, None, None, X, NET, BIASES, kept=(X,)), TypeError, "kept must be "
+     "what the forward returned with keep=True, got tuple"),
+    (lambda: nf.mlp_jet_bwd(GRAD, None, None, X, NET, BIASES, kept=JET_KEPT), ValueError, "kept "
+     "must come from a forward of 2 layers on points (6,), got one of 2 on (3,)"),
+    (lambda: nf.matmul_bias_activation_jet_bwd(GRAD, None, None, X, NET[0][:, :1], None, "tanh",
+     X[None], kept=3), TypeError, "kept must be a tuple of 3, got int"),
+    (lambda: value(biases=BIASES[0]), ValueError, "biases must be None or a sequence of 2 arrays "
+     "or None, got ndarray"),
+    (lambda: value(biases=BIASES[:1]), ValueError, "arrays or None, got 1 entries"),
     (lambda: backward(needs=("bias",)), ValueError, "needs must hold names out of"),
     (lambda: moved(x_dot=GRAD), ValueError, "x_dot must have shape (6, 2), got (6, 1)"),
     (lambda: moved(x_dot=single(X)), TypeError, "x_dot float32"),
