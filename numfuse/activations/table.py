@@ -128,11 +128,9 @@ def get(which: str | Activation) -> Activation:
         raise ValueError(f"activation must be one of {', '.join(TABLE)}, got {got}{hint}")
     if isinstance(which, Activation):
         return which
-    other: Any = which
-    made = ", of which numfuse.activation makes one" if callable(other) else ""
     raise TypeError(
         f"activation must be a name (str) or a numfuse.activations.Activation, "
-        f"got {type(other).__name__}{made}"
+        f"got {type(which).__name__}{', of which numfuse.activation makes one' * callable(which)}"
     )
 
 
