@@ -12,6 +12,10 @@ rows that say so.
 - JAX: the whole step under jax.jit, its state donated.
 
 ``--drawn N`` adds N rows of sizes that are drawn anew.
+
+``--memory`` tells instead how much memory the rows of a training step take: the most that a process
+holds during steps, less the same of a process whose steps have one row. Each contestant has
+processes of its own (Linux, where a process can set its peak back).
 """
 
 from __future__ import annotations
@@ -19,7 +23,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -256,8 +263,8 @@ def inference(rows: int, sizes: Sequence[int], curve: str, dtype: str, packed: b
     return make
 
 
-def rows(drawn: int, generator: np.random.Generator) -> list[Use]:
-    """Return the uses, of which so many have sizes that are drawn."""
+def rows(drawn: int, generator: np.random.Generator) -> list[tuple[Use, tuple[Any, ...]]]:
+    """Return the uses, of which so many have sizes that are drawn, and what each is of."""
     found = []
 
     def add(kind: str, count: int, sizes: Sequence[int], curve: str, dtype: str) -> None:
@@ -266,7 +273,7 @@ def rows(drawn: int, generator: np.random.Generator) -> list[Use]:
             maker = training(count, sizes, curve, dtype)
         else:
             maker = inference(count, sizes, curve, dtype, kind == "packed inference")
-        found.append(Use(name, ("numpy",), maker))
+        found.append((Use(name, ("numpy",), maker), (count, sizes, curve, dtype)))
 
     small, wide = (64, 64, 64, 64, 1), (64, 256, 256, 256, 1)
     for count in (1, 16, 24, 3000, 4096):
@@ -290,6 +297,38 @@ def rows(drawn: int, generator: np.random.Generator) -> list[Use]:
     return found
 
 
+# --- memory -------------------------------------------------------------------------------------
+def held(name: str, count: int, sizes: Sequence[int], curve: str, dtype: str) -> int:
+    """Return the most memory that this process holds during steps, in KiB."""
+    generator = np.random.default_rng(0)
+    x, y = (generator.standard_normal((count, n)).astype(dtype) for n in (sizes[0], sizes[-1]))
+    step = STEPS[name](x, y, layers(generator, dtype, sizes), curve, dtype)
+    for _ in range(3):
+        step()
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(5):
+        step()
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
+def taken(*of: Any) -> dict[str, float]:
+    """Return the memory that the rows of a training step take, in MiB, by contestant."""
+    _, *rest = of
+    found = {}
+    for name in STEPS:
+        peaks = []
+        for count in (of[0], 1):
+            command = [sys.executable, __file__, "--held", json.dumps([name, count, *rest])]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                break
+            peaks.append(int(done.stdout))
+        else:
+            found[name] = (peaks[0] - peaks[1]) / 1024
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", metavar="WORD")
@@ -298,11 +337,22 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=0)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--memory", action="store_true", help="of training steps, not times")
+    parser.add_argument("--held", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.held:
+        print(held(*json.loads(options.held)))
+        return
     generator = np.random.default_rng(options.seed)
     every = []
-    for use in rows(options.drawn, generator):
+    for use, of in rows(options.drawn, generator):
         if options.words and not any(word in use.name for word in options.words):
+            continue
+        if options.memory:
+            if use.name.startswith("training"):
+                every.append({"use": use.name, "MiB": taken(*of)})
+                told = "  ".join(f"{name} {size:.1f}" for name, size in every[-1]["MiB"].items())
+                print(f"{use.name:62} MiB: {told}", flush=True)
             continue
         found = measure(use, generator, options.seconds, options.rounds, sample=STRETCH)
         every.append(found)
