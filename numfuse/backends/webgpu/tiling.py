@@ -23,7 +23,17 @@ POOL_BYTES = 512 << 20
 #: Buffers to read from that a device keeps, and the bytes of the largest.
 KEPT_STAGING = 4
 STAGING_BYTES = 64 << 20
-
+#: Arrays of numbers that a device keeps, and their bytes: a step of training has some.
+KEPT_NUMBERS = 256, 1 << 20
+#: Bytes of the arrays of calls that wait for a submit, at the most: 0.25 ms of work at the 4 TB/s
+#: of an H200, twice what a submit takes.  A dispatch counts as 16 MiB more, so there are 64 at the
+#: most.  A driver may end a device that works for seconds at one submit: of products of 3000 cubed
+#: there are eight, which are 0.4 s at 1 TFLOP/s.
+WAITING_BYTES = 1 << 30
+DISPATCH_BYTES = 16 << 20
+#: Seconds that a call waits for its submit, about: those of some thirty small calls, so that a
+#: submit is a few us of each. The device may idle as long, where it has nothing else to do.
+WAITING_SECONDS = 5e-4
 
 #: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
 #: tile's slices; 0: all of them.
