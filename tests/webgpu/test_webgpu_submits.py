@@ -269,7 +269,7 @@ def test_calls_that_wait_for_a_lost_device_are_lost_with_it():
         nf.elementwise(twice, one, one)
 
 
-# --- interrupts, signals and threads ----------------------------------------------------------------
+# --- interrupts, signals and threads --------------------------------------------------------------
 
 
 def counted(device, one, count=5):
