@@ -2,8 +2,8 @@
 
     python asv_benches/webgpu.py --tiles              which tile is the fastest here
     python asv_benches/webgpu.py                      the tables of docs/webgpu.md
-    python asv_benches/webgpu.py --loops              wall time of a call in a loop, the host's part,
-                                                      and with a submit for each call, as it was
+    python asv_benches/webgpu.py --loops              wall time of a call in a loop, with a submit
+                                                      for each and together, and the host's part
     python asv_benches/webgpu.py --gated 8192,2048,5632 333,1000,777
                                                       gated layers, beside two products and a gate
     python asv_benches/webgpu.py --sizes 4096 --chain 0 256 512 1024 --tile 128x128x16:8x16
@@ -366,6 +366,7 @@ LOOPS = (
     (8, 8, 8), (96, 96, 96), (1000, 1000, 1000), (2048, 2048, 2048), (64, 4096, 4096),
     (20000, 96, 320),
 )  # fmt: skip
+SCALED = nf.epilogue(lambda x, y: x * y, name="scaled")
 
 
 def torch_loop(host, name):
@@ -393,7 +394,12 @@ def torch_loop(host, name):
     def copied():
         return grad.clone()
 
-    calls = {"forward": forward, "backward": backward, "gated": gated, "copy": copied}
+    def number():
+        return grad * 0.5
+
+    calls = {
+        "forward": forward, "backward": backward, "gated": gated, "number": number, "copy": copied,
+    }  # fmt: skip
     return calls[name], torch.cuda.synchronize
 
 
@@ -405,7 +411,7 @@ def loops(device, shapes, elements):
     """
     rng, most = np.random.default_rng(), device.most
     cases = [(shape, name) for shape in shapes for name in ("forward", "backward")]
-    cases += [((8, 8, 8), "gated"), ((elements // 4096, 1, 4096), "gated")]
+    cases += [((8, 8, 8), "gated"), ((8, 8, 8), "number"), ((elements // 4096, 1, 4096), "gated")]
     for (m, k, n), name in cases:
         a, b, bias, grad = operands(rng, m, n, k, np.float32)
         host = grad, a, b, bias
@@ -414,6 +420,7 @@ def loops(device, shapes, elements):
             "forward": partial(nf.matmul_bias_activation, *x[1:], "gelu"),
             "backward": partial(nf.matmul_bias_activation_bwd, *x, "gelu"),
             "gated": partial(nf.silu_mul, x[0], x[0]),
+            "number": partial(nf.elementwise, SCALED, x[0], 0.5),
         }[name]
         contestants = {"together": (call, device.wait), "each": (call, device.wait)}
         if (peer := torch_loop(host, name)) is not None:
