@@ -5,6 +5,7 @@ Guards: nothing overtakes a call that waits, none is lost, none runs twice, each
 
 from __future__ import annotations
 
+import _thread
 import gc
 import threading
 import time
@@ -124,25 +125,27 @@ def test_old_work_is_submitted_without_a_question(device, monkeypatch):
 
 def test_a_device_that_nobody_has_leaves_no_thread():
     """The thread that submits what is old holds no device."""
-    from numfuse.backends.webgpu.device.submits import Submits, _release
+    from numfuse.backends.webgpu.device.submits import Submits
 
     class Idle(Submits):
         def __init__(self):
             super().__init__()
             self.lost = False
 
-    idle = Idle()
-    idle.turn()
-    wake = idle._wake
-    assert idle.due and wake is not None
-    end = time.monotonic() + 20
-    while not idle._asleep:
+    def wait(end):
         assert time.monotonic() < end
         time.sleep(0.001)
-    assert wake.locked()
+
+    idle, end = Idle(), time.monotonic() + 20
+    idle.turn()
+    assert idle.due
+    while not idle._asleep:
+        wait(end)
+    threads = _thread._count()
     del idle
     gc.collect()
-    _release(wake)  # (it may be released twice)
+    while _thread._count() >= threads:
+        wait(end)
 
 
 def test_an_upload_does_not_overtake_a_call_that_reads_what_was_there(device):

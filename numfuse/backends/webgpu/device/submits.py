@@ -51,7 +51,7 @@ with contextlib.suppress(ImportError, AttributeError):
 
 
 class _Overtaken(Exception):
-    """What was encoded has been submitted meanwhile: by a call in the handler of a signal."""
+    """The calls that were encoded are submitted: by a call in the handler of a signal."""
 
 
 class Submits(Memory):
