@@ -85,6 +85,18 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def webgpu_device() -> Any:
+    """The device of the WebGPU backend."""
+    status = nf.backends()["webgpu"]
+    if not status:
+        unavailable("webgpu", str(status))
+    from numfuse.backends import load
+
+    backend: Any = load("webgpu")
+    return backend.device
+
+
+@pytest.fixture
 def submits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The labels of what WebGPU dispatched, call by call, of which none waits."""
     from numfuse.backends.webgpu import tiling

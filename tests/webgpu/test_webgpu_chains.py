@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from arrays import bits, normal
-from conftest import served, unavailable
+from conftest import served
 from tolerance import DTYPES
 
 import numfuse as nf
@@ -17,15 +17,10 @@ DEPTHS = CHAIN * CHAINS, CHAIN * CHAINS + 37
 
 
 @pytest.fixture
-def dispatched(monkeypatch):
+def dispatched(webgpu_device, monkeypatch):
     """The labels of what new calls dispatch; none is known."""
-    status = nf.backends()["webgpu"]
-    if not status:
-        unavailable("webgpu", str(status))
-    from numfuse.backends import load
     from numfuse.backends.webgpu.device.commands import Commands
 
-    device = load("webgpu").device
     labels, dispatch = [], Commands.dispatch
 
     def told(self, shader, *how):
@@ -33,8 +28,8 @@ def dispatched(monkeypatch):
         dispatch(self, shader, *how)
 
     def forget():
-        device.programs.clear()
-        device.hosted.clear()
+        webgpu_device.programs.clear()
+        webgpu_device.hosted.clear()
         labels.clear()
 
     monkeypatch.setattr(Commands, "dispatch", told)
@@ -111,6 +106,8 @@ def test_a_backward_of_few_rows_has_the_bits_of_whole_sums(dispatched, monkeypat
 
 @pytest.mark.parametrize("itemsize", [4, 8])
 def test_products_with_blocks_enough_are_not_cut(itemsize):
+    """Guards: cuts where they keep a device busy, and none for the sake of a plane's traffic."""
+
     def chained(m, n, k, count=1, cpu=False):
         return tiling.chained(m, n, k, count, itemsize, 48 << 10, 1024, cpu)
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import wgpu
 from arrays import normal
-from conftest import unavailable
 
 import numfuse as nf
 from numfuse.backends.webgpu import tiling
@@ -27,18 +26,12 @@ backward = nf.matmul_bias_activation_bwd
 
 
 @pytest.fixture
-def device(monkeypatch):
+def device(webgpu_device, monkeypatch):
     """A device on which calls wait until they are asked for."""
-    status = nf.backends()["webgpu"]
-    if not status:
-        unavailable("webgpu", str(status))
-    from numfuse.backends import load
-
-    found = load("webgpu").device
     monkeypatch.setattr(tiling, "WAITING_SECONDS", 1000.0)
-    found.submit()
-    yield found
-    found.submit()
+    webgpu_device.submit()
+    yield webgpu_device
+    webgpu_device.submit()
 
 
 def there(*shape, seed=0):
@@ -258,7 +251,7 @@ def test_an_error_of_a_call_that_waited_names_it_and_spares_the_others(device, m
     assert value(last) == 7
 
 
-def test_calls_that_wait_for_a_lost_device_are_lost_with_it():
+def test_calls_that_wait_for_a_lost_device_are_lost_with_it(device):
     from numfuse.backends.webgpu.face import WebGpuBackend
 
     own = WebGpuBackend()
