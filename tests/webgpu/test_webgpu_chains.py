@@ -80,7 +80,8 @@ def test_planes_of_chains_have_the_bits_of_whole_sums(dispatched, monkeypatch, d
     def added():
         return nf.matmul_bias_residual(a, b, bias, residual, backend="webgpu")
 
-    for call in (forward, added) if batch else (forward, sums, added):
+    calls = {"float32": (forward, sums), "float16": (forward,), "float64": (added,)}
+    for call in calls[dtype.name]:
         (whole, one), (cut, several) = whole_and_cut(call, dispatched, monkeypatch)
         assert not any("join plain" in label for label in one)
         assert sum("join plain" in label for label in several) == 1
@@ -114,7 +115,8 @@ def test_products_with_blocks_enough_are_not_cut(itemsize):
     middle, flat, small = TILES[1:]
     assert chained(64, 4096, 4096).block_m == middle.block_m
     assert chained(32, 4096, 4096).block_m == flat.block_m
-    assert chained(1, 4096, 4096).block_m == small.block_m
+    assert chained(1, 4096, 4096).block_n == flat.block_n
+    assert chained(1, 1, 1 << 16).block_n == small.block_n
     assert chained(300, 100, 7000).block_m >= middle.block_m
     assert chained(64, 4096, CHAIN * (CHAINS - 1)) is None  # short sums
     assert chained(64, 4096, 4096, cpu=True) is None
@@ -125,3 +127,17 @@ def test_products_with_blocks_enough_are_not_cut(itemsize):
     # a device that holds less takes smaller tiles
     least = tiling.chained(64, 4096, 4096, 1, itemsize, 16384, 256, False)
     assert tiling._workgroup_bytes(least, least.block_k, itemsize) <= 16384
+
+
+def test_no_tile_is_mostly_empty():
+    """Guards: a block of few rows costs what a full one does."""
+
+    def tile(m, n):
+        found = tiling.tile(m, n, 4, 48 << 10, 1024, False)
+        return found.block_m, found.block_n
+
+    large, middle, flat, small = ((x.block_m, x.block_n) for x in TILES)
+    assert tile(4096, 4096) == tile(65, 40000) == large
+    assert tile(65536, 40) == tile(40, 65536) == tile(64, 40000) == middle
+    assert tile(32, 20000) == tile(1, 20000) == flat
+    assert tile(65536, 1) == tile(65536, 15) == tile(1, 1) == small
