@@ -2,6 +2,8 @@
 
     python asv_benches/webgpu.py --tiles              which tile is the fastest here
     python asv_benches/webgpu.py                      the tables of docs/webgpu.md
+    python asv_benches/webgpu.py --loops              wall time of a call in a loop, with a submit
+                                                      for each and together, and the host's part
     python asv_benches/webgpu.py --gated 8192,2048,5632 333,1000,777
                                                       gated layers, beside two products and a gate
     python asv_benches/webgpu.py --sizes 4096 --chain 0 256 512 1024 --tile 128x128x16:8x16
@@ -49,6 +51,7 @@ class Stopwatch:
 
     def seconds(self, dispatches) -> float:
         """Of these (pipeline handle, bind group, grid), one after another."""
+        self.device.submit()  # calls that wait come first
         encoder = self.device.handle.create_command_encoder()
         run = encoder.begin_compute_pass(
             timestamp_writes={
@@ -358,6 +361,104 @@ def calls(device):
             )
 
 
+#: M, K and N of the loops: small, square, few rows of a large weight, many rows of a small one.
+LOOPS = (
+    (8, 8, 8), (96, 96, 96), (1000, 1000, 1000), (2048, 2048, 2048), (64, 4096, 4096),
+    (20000, 96, 320),
+)  # fmt: skip
+SCALED = nf.epilogue(lambda x, y: x * y, name="scaled")
+
+
+def torch_loop(host, name):
+    """A call of PyTorch on CUDA for one of `loops`, and its wait; None without it."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    torch.backends.cuda.matmul.allow_tf32 = False
+    grad, a, b, bias = (torch.from_numpy(x).cuda() for x in host)
+    gelu, derive = torch.nn.functional.gelu, torch.ops.aten.gelu_backward
+
+    def forward():
+        return gelu(torch.addmm(bias, a, b), approximate="tanh")
+
+    def backward():
+        g = derive(grad, torch.addmm(bias, a, b), approximate="tanh")
+        return g @ b.T, a.T @ g, g.sum(0)
+
+    def gated():
+        return torch.nn.functional.silu(grad) * grad
+
+    def copied():
+        return grad.clone()
+
+    def number():
+        return grad * 0.5
+
+    calls = {
+        "forward": forward, "backward": backward, "gated": gated, "number": number, "copy": copied,
+    }  # fmt: skip
+    return calls[name], torch.cuda.synchronize
+
+
+def loops(device, shapes, elements):
+    """Wall time of a call in a loop over arrays of the device, which ends when all is done.
+
+    "together" is as it is in use, "each" with a submit for every call, and "host" the calls alone,
+    without their submits.
+    """
+    rng, most = np.random.default_rng(), device.most
+    cases = [(shape, name) for shape in shapes for name in ("forward", "backward")]
+    cases += [((8, 8, 8), "gated"), ((8, 8, 8), "number"), ((elements // 4096, 1, 4096), "gated")]
+    for (m, k, n), name in cases:
+        a, b, bias, grad = operands(rng, m, n, k, np.float32)
+        host = grad, a, b, bias
+        x = [nf.to_device(y, "webgpu") for y in host]
+        call = {
+            "forward": partial(nf.matmul_bias_activation, *x[1:], "gelu"),
+            "backward": partial(nf.matmul_bias_activation_bwd, *x, "gelu"),
+            "gated": partial(nf.silu_mul, x[0], x[0]),
+            "number": partial(nf.elementwise, SCALED, x[0], 0.5),
+        }[name]
+        contestants = {"together": (call, device.wait), "each": (call, device.wait)}
+        if (peer := torch_loop(host, name)) is not None:
+            contestants["torch"] = peer
+            if name == "gated":
+                contestants["torch's copy"] = torch_loop(host, "copy")
+        turns = {way: [] for way in (*contestants, "host")}
+        count = 0
+        for turn in range(6):
+            for way, (run, wait) in contestants.items():
+                device.most = device.left = 0 if way == "each" else most
+                run()
+                wait()
+                if not count:  # a tenth of a second, by the first
+                    start = time.perf_counter()
+                    run()
+                    wait()
+                    count = int(min(500, max(2, 0.1 / (time.perf_counter() - start))))
+                start = time.perf_counter()
+                for _ in range(count):
+                    run()
+                wait()
+                turns[way].append((time.perf_counter() - start) / count)
+            device.most = device.left = 1 << 60
+            device.due = float("inf")
+            start = time.perf_counter()
+            for _ in range(50):
+                call()
+            turns["host"].append((time.perf_counter() - start) / 50)
+            device.wait()
+            if not turn:  # the first is for what is kept
+                for kept in turns.values():
+                    kept.clear()
+        device.most = device.left = most
+        figures = ", ".join(f"{w} {statistics.median(t) * 1e6:.1f}" for w, t in turns.items())
+        print(f"{name} {m} x {k} x {n}, us of wall time a call: {figures}", flush=True)
+
+
 def tiles(device, sizes, names):
     """Every tile's speed, and the time that its compilation takes."""
     watch = Stopwatch(device)
@@ -492,6 +593,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--operations", nargs="+", default=["product", "forward", "backward"])
     parser.add_argument("--elements", type=int, default=1 << 27)
+    parser.add_argument("--loops", action="store_true", help="wall time of calls in a loop")
     parser.add_argument("--gated", nargs="+", help="shapes M,K,N of gated layers")
     parser.add_argument("--chain", type=int, nargs="+", help="0 is one chain")
     parser.add_argument("--tile", type=tile_of, nargs="+", help="as 128x128x16:8x16")
@@ -500,6 +602,10 @@ def main() -> None:
     print(json.dumps(device.describe(), indent=1), flush=True)
     if arguments.tiles:
         tiles(device, arguments.sizes, arguments.operations)
+        return
+    if arguments.loops:
+        cpu = device.adapter.kind == "CPU"
+        loops(device, LOOPS[:2] if cpu else LOOPS, 1 << (18 if cpu else 24))
         return
     if arguments.gated:
         gated_layers(device, [tuple(map(int, x.split(","))) for x in arguments.gated])

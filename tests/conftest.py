@@ -85,18 +85,39 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def webgpu_device() -> Any:
+    """The device of the WebGPU backend."""
+    status = nf.backends()["webgpu"]
+    if not status:
+        unavailable("webgpu", str(status))
+    from numfuse.backends import load
+
+    backend: Any = load("webgpu")
+    return backend.device
+
+
+@pytest.fixture
 def submits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The labels of what WebGPU dispatched, submit by submit."""
-    from numfuse.backends.webgpu.device.device import Device
+    """The labels of what WebGPU dispatched, call by call, of which none waits."""
+    from numfuse.backends.webgpu import tiling
+    from numfuse.backends.webgpu.device.forks import DEVICES
+    from numfuse.backends.webgpu.device.submits import Submits
 
     found: list[list[str]] = []
-    run = Device.submit
+    give = Submits._give
 
-    def submit(self: Device, dispatches: Any, copies: Any = ()) -> None:
-        found.append([how.label.partition(" ")[0] for how, _, _ in dispatches])
-        run(self, dispatches, copies)
+    def given(self: Submits, calls: Any, dispatches: Any = (), copies: Any = ()) -> None:
+        each = [*[call for _, call in calls], dispatches]
+        found.extend([how.label.partition(" ")[0] for how, _, _ in x] for x in each if x)
+        give(self, calls, dispatches, copies)
 
-    monkeypatch.setattr(Device, "submit", submit)
+    monkeypatch.setattr(tiling, "WAITING_BYTES", 0)
+    for device in list(DEVICES):
+        if not device.lost:
+            device.submit()
+            monkeypatch.setattr(device, "most", 0)
+            monkeypatch.setattr(device, "left", 0)
+    monkeypatch.setattr(Submits, "_give", given)
     return found
 
 

@@ -229,6 +229,7 @@ def _poison_webgpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def given(self: Device, size: int, what: str = "array") -> Buffer:
         made = buffer(self, size, what)
+        self.submit()  # (a call that waits may use it)
         self.queue.write_buffer(made.handle, 0, poison(made.size))
         return made
 

@@ -106,7 +106,13 @@ def _with_numbers(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     if not values:
         return operands
     first = next(x for x in operands if isinstance(x, DeviceArray))
-    made = iter(to_device(np.array(values, first.dtype), first.device))
+    host = np.array(values, first.dtype)
+    # (one array of a loop's numbers: to upload another to its memory would end what is recorded)
+    known, key = first.device.numbers, (host.dtype, host.tobytes())
+    found = known.find(key)
+    if found is None:
+        found = known.keep(key, to_device(host, first.device), nbytes=host.nbytes)
+    made = iter(found)
     return tuple(next(made) if type(x) in NUMBERS else x for x in operands)
 
 

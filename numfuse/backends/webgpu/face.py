@@ -22,7 +22,7 @@ from numfuse.backends.webgpu.device.adapters import adapters, again, choose
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.host import HostProgram
 from numfuse.backends.webgpu.lower import networks
-from numfuse.backends.webgpu.lower.places import tile_of
+from numfuse.backends.webgpu.lower.places import Places, chains_of, tile_of
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.networks import NetworkProblem
 from numfuse.problem.results import settled, without_terms
@@ -124,6 +124,10 @@ class WebGpuBackend(OneRun):
         elif not isinstance(p, FusedProblem) or p.sums or p.products:
             factors = min(3, max(1, len(getattr(p, "sums", None) or ())))
             tiling = tile_of(device, p.m, p.n, p.acc_dtype, factors=factors)
+            if kind == "forward":
+                places = Places.of(p.batch, p.batch)
+                few = chains_of(device, p.m, p.n, p.k, places, p.acc_dtype)
+                tiling = tiling if few is None else few[0]
         latest.call = Call(
             "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling
         )

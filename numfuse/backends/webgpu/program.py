@@ -19,7 +19,8 @@ from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.device.commands import fetch
 from numfuse.backends.webgpu.device.device import Device
-from numfuse.backends.webgpu.device.memory import Binding, Buffer
+from numfuse.backends.webgpu.device.memory import Binding, Buffer, Waiting
+from numfuse.backends.webgpu.device.submits import clock
 
 _HANDLE = attrgetter("handle")
 _NEW = object.__new__
@@ -47,10 +48,12 @@ class Program:
     #: The type of the results; None of a single one.
     _kind: Any
     _call: Call | None
+    #: What it counts of `tiling.WAITING_BYTES`.
+    _work: int
     #: The number of `Device.spares` that has room for the temporaries.
     _spared: int = -1
-    #: Dispatches with the buffers met last: those of a loop are a few sets, by turns.
-    _sets: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    #: What is submitted with the buffers met last: those of a loop are a few sets, by turns.
+    _sets: dict[tuple[Any, ...], Waiting] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -90,7 +93,10 @@ class Program:
                     spares.append(b.size)
                 parts.append((numbers[id(b.buffer)], b.size))
             made.append((pipeline, parts, grid))
-        return cls(made, [x.size for x in new], spares, results, kind, latest.call)
+        sizes = [x.size for x in new]
+        work = sum(sizes) + sum(spares) + sum([x.nbytes for x in given])
+        work += tiling.DISPATCH_BYTES * len(made)
+        return cls(made, sizes, spares, results, kind, latest.call, work)
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +111,8 @@ class Program:
     ) -> Any:
         """Repeat the call with these arrays, and return its result.
 
-        With `downloads`, arrays like the results, wait for it and return its results as such.
+        Without `downloads` the call waits for its submit (`device.submits`). With these, arrays
+        like the results, wait for its results and return them as such.
         """
         # No method is called but the few that have to be, and there is no comprehension, which is a
         # call too: this is the way of nearly every call.
@@ -130,15 +137,18 @@ class Program:
                 self._spared = number if number == device.spares[0] else -1
             buffers += spares[: len(self._spares)]
         handles = tuple(map(_HANDLE, buffers))
-        dispatches = self._sets.get(handles)
-        if dispatches is None:
-            dispatches = self._bound(device, buffers, handles)
+        call = self._sets.get(handles)
+        if call is None:
+            call = self._bound(device, buffers, handles)
         latest.call = self._call
         if downloads is not None:
             parts = [(Binding(made[i], 0, x.nbytes), x) for i, x in enumerate(downloads)]
-            return fetch(device, dispatches, parts) if parts else []
-        if dispatches:
-            device.submit(dispatches)
+            return fetch(device, call[1], parts) if parts else []
+        if self._steps:
+            device.waiting.append(call)
+            device.left -= self._work
+            if device.left < 0 or clock() > device.due:
+                device.turn()
         found: list[Any] = []
         at = 0
         for result in self._results:
@@ -154,8 +164,8 @@ class Program:
 
     def _bound(
         self, device: Device, buffers: Sequence[Buffer], handles: tuple[Any, ...]
-    ) -> list[Any]:
-        """Return the dispatches with these buffers."""
+    ) -> Waiting:
+        """Return the handles, and the dispatches with these buffers."""
         dispatches = []
         for pipeline, parts, grid in self._steps:
             bindings = []
@@ -169,5 +179,5 @@ class Program:
             dispatches.append((pipeline, device.group(pipeline.layout, bindings), grid))
         while len(self._sets) >= tiling.KEPT_SETS:
             self._sets.pop(next(iter(tuple(self._sets))), None)
-        self._sets[handles] = dispatches
-        return dispatches
+        self._sets[handles] = found = handles, dispatches
+        return found

@@ -23,7 +23,17 @@ POOL_BYTES = 512 << 20
 #: Buffers to read from that a device keeps, and the bytes of the largest.
 KEPT_STAGING = 4
 STAGING_BYTES = 64 << 20
-
+#: Arrays of numbers that a device keeps, and their bytes: a step of training has some.
+KEPT_NUMBERS = 256, 1 << 20
+#: Bytes of the arrays of calls that wait for a submit, at the most: 0.25 ms of work at the 4 TB/s
+#: of an H200, twice what a submit takes.  A dispatch counts as 16 MiB more, so there are 64 at the
+#: most.  A driver may end a device that works for seconds at one submit: of products of 3000 cubed
+#: there are eight, which are 0.4 s at 1 TFLOP/s.
+WAITING_BYTES = 1 << 30
+DISPATCH_BYTES = 16 << 20
+#: Seconds that a call waits for its submit, about: those of some thirty small calls, so that a
+#: submit is a few us of each. The device may idle as long, where it has nothing else to do.
+WAITING_SECONDS = 5e-4
 
 #: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
 #: tile's slices; 0: all of them.
@@ -49,6 +59,10 @@ class WebGpuTile:
     def invocations(self) -> int:
         return self.block_m // self.mr * (self.block_n // self.nr)
 
+    def blocks(self, m: int, n: int) -> int:
+        """Return the blocks of a result."""
+        return -(-m // self.block_m) * -(-n // self.block_n)
+
 
 #: Tiles of a GPU, the largest first.  128 x 128 x 16 with 8 x 16 sums an invocation: 6 reads of
 #: four values from workgroup memory for 128 fused multiply-adds.  Measured on an H200 in float32,
@@ -70,6 +84,11 @@ BLOCKS = 264
 #: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
 #: through memory by 100 flops a byte.
 PART = 512
+#: Chains of a sum over K, at the least, of which each is a plane where blocks are few, and the
+#: bytes of all planes at the most. Of M rows a plane goes through memory twice, 2 M / 256 of the
+#: bytes of the right factor: half as many again for 64 rows.
+CHAINS = 4
+CHAIN_BYTES = 256 << 20
 #: Columns of the matrix as which one long row is summed: blocks of a row would have one row of
 #: their invocations at work.
 LONG_ROW = 1024
@@ -89,6 +108,28 @@ def tile(
     """
     if cpu:
         return CPU_TILE
+    parts = max(1, depth // PART)
+    fitting = _fitting(itemsize, storage, invocations, factors)
+    for whole, tile in fitting:
+        # (which parts a sum has that may be cut follows from its tile, and so do its bits)
+        if (depth or _filled(whole, m, n)) and whole.blocks(m, n) * parts >= BLOCKS // 2:
+            return tile
+    return fitting[-1][1]
+
+
+def _filled(tile: WebGpuTile, m: int, n: int) -> bool:
+    """Return whether more than half of a tile's rows and columns are a result's.
+
+    A block costs what a full one does, and smaller tiles are at 0.8 of the speed or more. The least
+    rows and columns of all tiles are always enough.
+    """
+    return tile.block_m < max(2 * m, 33) and tile.block_n < max(2 * n, 33)
+
+
+def _fitting(
+    itemsize: int, storage: int, invocations: int, factors: int
+) -> list[tuple[WebGpuTile, WebGpuTile]]:
+    """Return the tiles that a device holds: that of one product, and that of one of a group."""
     fitting: list[tuple[WebGpuTile, WebGpuTile]] = []
     for whole in TILES:
         tile = divided(whole, factors)
@@ -101,9 +142,24 @@ def tile(
             block_k //= 2
         if block_k >= 4:
             fitting.append((whole, replace(tile, block_k=block_k)))
-    parts = max(1, depth // PART)
+    return fitting
+
+
+def chained(
+    m: int, n: int, k: int, count: int, itemsize: int, storage: int, invocations: int, cpu: bool
+) -> WebGpuTile | None:  # fmt: skip
+    """Return the tile of `count` products of few blocks whose chains of sums are planes each.
+
+    None: there are blocks enough, or the sums are short.
+    """
+    chains = -(-k // CHAIN) if CHAIN else 1
+    if cpu or chains < CHAINS or count * chains * m * n * itemsize > CHAIN_BYTES:
+        return None
+    fitting = _fitting(itemsize, storage, invocations, 1)
+    if any(w.block_m >= 64 and count * w.blocks(m, n) >= BLOCKS // 2 for w, _ in fitting):
+        return None
     for whole, tile in fitting:
-        if -(-m // whole.block_m) * -(-n // whole.block_n) * parts >= BLOCKS // 2:
+        if _filled(whole, m, n) and count * whole.blocks(m, n) * chains >= BLOCKS // 2:
             return tile
     return fitting[-1][1]
 

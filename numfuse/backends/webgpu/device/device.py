@@ -6,7 +6,6 @@ threads; what is kept beside them (pools and caches) is guarded by a lock.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ import wgpu
 from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.device import forks, trials
 from numfuse.backends.webgpu.device.commands import Commands, Pipeline
-from numfuse.backends.webgpu.device.memory import Binding, Memory
+from numfuse.backends.webgpu.device.memory import Binding
+from numfuse.backends.webgpu.device.submits import Submits
 from numfuse.errors import BackendUnavailable
 from numfuse.runtime.replay import Replay
 
@@ -37,22 +37,7 @@ _BINDINGS = {"uniform": "uniform", "read": "read-only-storage", "read_write": "s
 _WANTED = ("shader-f16", "shader-f64", "shader-int64", "timestamp-query")
 
 
-#: The three calls of a dispatch in the C library of wgpu, as wgpu makes them itself.
-#: Its Python methods take 2 to 4 us each, a third of a small call's time. (An error in one is told
-#: by the end of the pass, which is wgpu's own method.) None where this wgpu is built otherwise.
-_DIRECT: tuple[Any, Any, Any, Any] | None = None
-with contextlib.suppress(ImportError, AttributeError):
-    from wgpu.backends.wgpu_native import ffi, lib
-
-    _DIRECT = (
-        lib.wgpuComputePassEncoderSetPipeline,
-        lib.wgpuComputePassEncoderSetBindGroup,
-        lib.wgpuComputePassEncoderDispatchWorkgroups,
-        ffi.NULL,
-    )
-
-
-class Device(Memory):
+class Device(Submits):
     """A wgpu device and what is kept for it.
 
     `limits` are limits of WebGPU to ask for in place of the adapter's own: how a test, or a user,
@@ -89,8 +74,6 @@ class Device(Memory):
             name for name, needs in FEATURES.items() if self.features.issuperset(needs)
         )
         self.lost = False
-        #: Submits so far, of all threads.
-        self.submits = 0
         #: By shader; one with a formula goes with the formula.
         self.pipelines: Replay[Pipeline] = Replay(1 << 30, 1 << 30)
         self._layouts: dict[Any, tuple[Any, Any]] = {}
@@ -100,6 +83,8 @@ class Device(Memory):
         #: The recorded calls on arrays of the device (see `program`), and on NumPy's (`host`).
         self.programs: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
         self.hosted: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
+        #: Arrays of the numbers that calls had among their operands.
+        self.numbers: Replay[Any] = Replay(*tiling.KEPT_NUMBERS)
         forks.DEVICES.add(self)
 
     def __str__(self) -> str:
@@ -189,42 +174,6 @@ class Device(Memory):
             # with what keeps the key's identities its own
             found = self.groups.keep(key, (group, [layout, *parts]), nbytes=len(parts))
         return found[0]
-
-    def submit(
-        self,
-        dispatches: Sequence[tuple[Pipeline, Any, tuple[int, ...]]],
-        copies: Sequence[tuple[Any, int, Any, int, int]] = (),
-    ) -> None:
-        """Give the device these dispatches, then these copies, and do not wait for them.
-
-        A dispatch is a pipeline, a bind group and a grid; a copy is a handle and an offset there,
-        the target's, and a size.
-        """
-        # A try, and not a context: this is the way of every call on arrays of the device.
-        try:
-            encoder = self.handle.create_command_encoder()
-            if dispatches:
-                run = encoder.begin_compute_pass()
-                if _DIRECT is None:
-                    for pipeline, group, grid in dispatches:
-                        run.set_pipeline(pipeline.handle)
-                        run.set_bind_group(0, group)
-                        run.dispatch_workgroups(*grid)
-                else:
-                    set_pipeline, set_bind_group, dispatch, null = _DIRECT
-                    number = run._internal
-                    for pipeline, group, grid in dispatches:
-                        set_pipeline(number, pipeline.handle._internal)
-                        set_bind_group(number, 0, group._internal, 0, null)
-                        dispatch(number, *grid)
-                run.end()
-            for copy in copies:
-                encoder.copy_buffer_to_buffer(*copy)
-            self.queue.submit([encoder.finish()])
-        except Exception as error:
-            with self.reported(dispatches):
-                raise error
-        self.submits += 1
 
     def grid(self, count: int) -> tuple[int, int]:
         """Workgroups in one row, or in rows where the device takes no row so long."""

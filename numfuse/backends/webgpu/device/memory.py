@@ -7,7 +7,7 @@ import functools
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import wgpu
@@ -20,6 +20,11 @@ from numfuse.runtime.pool import FreeBlocks
 
 _USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
+
+#: A pipeline, a bind group and a grid.
+Dispatch: TypeAlias = tuple[Any, Any, tuple[int, ...]]
+#: A call that waits to be submitted: the handles of its buffers, and its dispatches.
+Waiting: TypeAlias = tuple[tuple[Any, ...], Sequence[Dispatch]]
 
 
 class Buffer:
@@ -79,6 +84,12 @@ class Memory:
         #: All calls share them: a submit reads only what it wrote, and submits follow one another.
         self.spares: tuple[int, tuple[Buffer, ...]] = 0, ()
         self._staging: list[Any] = []
+        #: The calls that wait, in their order (`submits`).
+        self.waiting: list[Waiting] = []
+
+    def settle(self, handle: Any) -> None:
+        """Submit the calls that wait, if one uses a buffer."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def reported(self, what: Any) -> Iterator[None]:
@@ -133,7 +144,7 @@ class Memory:
 
     def reclaim(self, handle: Any, size: int) -> None:
         """Keep a buffer that nobody refers to any more for the next one of its size."""
-        # What reads it has been submitted, and what the next owner does comes later in the queue.
+        # What reads it is submitted, or waits to be, and what the next owner does comes behind it.
         if not self.lost:
             self.free.keep(None, size, handle)
         elif not forks.forked():  # (in a child every device is lost, and the handle its parent's)
@@ -156,6 +167,8 @@ class Memory:
         """The bytes of a C-contiguous array into a buffer, at a multiple of four bytes."""
         if x.nbytes == 0:
             return
+        if self.waiting:
+            self.settle(buffer.handle)
         data = x.reshape(-1).view(np.uint8)
         whole = data.nbytes // 4 * 4
         with self.reported("upload"):

@@ -15,7 +15,7 @@ from numpy import ndarray
 
 from numfuse import epilogues
 from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
-from numfuse.backends.webgpu.lower.places import Cut, Places, tile_of
+from numfuse.backends.webgpu.lower.places import Cut, Places, chains_of, tile_of
 from numfuse.backends.webgpu.lower.products import launch, product, sum_of_products
 from numfuse.backends.webgpu.lower.sums import join
 from numfuse.backends.webgpu.shaders.formula import Formula
@@ -81,6 +81,10 @@ def backward(store: Store, p: GemmBackwardProblem, outs: _Outs) -> None:
             arrays["z"] = store.source(p.pre)
         elif "z" in chosen.inputs:
             factors = store.source(p.a), store.source(p.b)
+            if chains_of(store.device, p.m, p.n, p.k, Places.of(p.batch, p.batch), p.acc_dtype):
+                arrays["z"] = fresh(store.device, (*p.batch, p.m, p.n), p.acc_dtype, "a product")
+                product(store, *factors, p.batch, {"out": arrays["z"]}, p.acc_dtype)
+                factors = None
             if p.bias is not None:
                 arrays["bias"] = store.source(p.bias)
         if made or summed:

@@ -34,12 +34,17 @@ def tile_of(
 
     It is that of each product of a group with so many right `factors`.
     """
-    limits, cpu = device.limits, device.adapter.kind == "CPU"
-    storage = limits["max-compute-workgroup-storage-size"]
+    return tiling.tile(m, n, accumulator.itemsize, *_held(device), depth, factors)
+
+
+def _held(device: Device) -> tuple[int, int, bool]:
+    """Return the workgroup memory and the invocations of a device, and whether it is a CPU."""
+    limits = device.limits
     invocations = min(
         limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
     )
-    return tiling.tile(m, n, accumulator.itemsize, storage, invocations, cpu, depth, factors)
+    storage = limits["max-compute-workgroup-storage-size"]
+    return storage, invocations, device.adapter.kind == "CPU"
 
 
 def factor_access(region: Region, outputs: int, depth: int) -> Access:
@@ -175,3 +180,19 @@ def cut_of(
     groups = tiling.groups(blocks * parts * places.count, segments, room // parts)
     per_group = -(-segments // groups)
     return Cut(part, parts, per_group, -(-segments // per_group))
+
+
+def chains_of(
+    device: Device, m: int, n: int, k: int, places: Places, accumulator: np.dtype[Any]
+) -> tuple[WebGpuTile, Cut] | None:
+    """Return the tile and the cut of products of few blocks, each chain of a sum a plane.
+
+    The planes, added up in their order, have the bits of the sums. None: sums are not cut.
+    """
+    if places.segments > 1:
+        return None
+    tile = tiling.chained(m, n, k, places.count, accumulator.itemsize, *_held(device))
+    chains = -(-k // tile.chain) if tile is not None and tile.chain else 1
+    if tile is None or places.count * chains * m * n * accumulator.itemsize > device.room:
+        return None
+    return tile, Cut(tile.chain, chains)

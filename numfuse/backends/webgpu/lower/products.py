@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numfuse import epilogues
+from numfuse.backends.webgpu.lower.elementwise import elementwise
 from numfuse.backends.webgpu.lower.places import (
     BINDINGS,
     Cut,
     Places,
+    chains_of,
     cut_of,
     factor_access,
     repeated,
@@ -216,6 +218,9 @@ def product(
     tile = tile_of(store.device, m, n, accumulator, k if free else 0)
     if free:
         cut = cut_of(store.device, m, n, k, places, tile, accumulator)
+    elif not add and (few := chains_of(store.device, m, n, k, places, accumulator)) is not None:
+        _of_chains(store, x, y, outs, accumulator, formula, arrays or {}, places, *few)
+        return
     how = (m, n, k), places, cut, tile, accumulator
     if not add and cut.planes == 1:
         launch(store, *how, formula, arrays or {}, outs, (x, y))
@@ -224,3 +229,29 @@ def product(
     planes = fresh(store.device, shape, accumulator, "the planes of a product")
     launch(store, *how, BARE, {}, {"out": planes}, (x, y), stacked=True)
     join(store, planes, places.count, cut.planes, out, add)
+
+
+def _of_chains(
+    store: Store,
+    x: Region,
+    y: Region,
+    outs: Mapping[str, Region],
+    accumulator: np.dtype[Any],
+    formula: Formula,
+    arrays: Mapping[str, Region],
+    places: Places,
+    tile: WebGpuTile,
+    cut: Cut,
+) -> None:
+    """Record a formula of X Y, whose chains of sums are planes that are added up in their order."""
+    device, (m, k), n = store.device, x.shape[-2:], y.shape[-1]
+    shape, out = (places.count, cut.planes, m, n), outs["out"]
+    planes = fresh(device, shape, accumulator, "chains of a product")
+    how = (m, n, k), places, cut, tile, accumulator
+    launch(store, *how, BARE, {}, {"out": planes}, (x, y), stacked=True)
+    if formula is BARE:
+        join(store, planes, places.count, cut.planes, out, plain=True)
+        return
+    z = fresh(device, out.shape, accumulator, "a product")
+    join(store, planes, places.count, cut.planes, z, plain=True)
+    elementwise(store, formula, {**arrays, "z": z}, outs, accumulator)

@@ -19,15 +19,24 @@ if TYPE_CHECKING:
 
 
 def join(
-    store: Store, planes: Region, count: int, depth: int, out: Region, add: bool = False
+    store: Store,
+    planes: Region,
+    count: int,
+    depth: int,
+    out: Region,
+    add: bool = False,
+    plain: bool = False,
 ) -> None:
-    """Record out[o] = sum of planes[o, q] over q, in stages where there are many."""
+    """Record out[o] = sum of planes[o, q] over q, in stages where there are many.
+
+    With `plain` it is a sum as a chain is, of any length: what the additions lose is lost.
+    """
     device = store.device
     size = prod(out.shape) // count if count else 0
     if not size:
         return
     equal("planes and their sums", prod(planes.shape), depth * prod(out.shape))
-    while depth > tiling.JOINED:
+    while depth > tiling.JOINED and not plain:
         stages = -(-depth // tiling.JOINED)
         stage = fresh(device, (count, stages, size), np.dtype(planes.dtype), "joined planes")
         _sum(store, planes, stage, (count, depth, size), tiling.JOINED, False)
@@ -37,13 +46,19 @@ def join(
         target = fresh(device, out.shape, np.dtype(out.dtype), "a joined result")
         if add:
             copy(store.commands, out, target)
-    _sum(store, planes, target, (count, depth, size), depth, add)
+    _sum(store, planes, target, (count, depth, size), depth, add, plain)
     if target is not out:
         copy(store.commands, target, out)
 
 
 def _sum(
-    store: Store, planes: Region, out: Region, sizes: tuple[int, int, int], width: int, add: bool
+    store: Store,
+    planes: Region,
+    out: Region,
+    sizes: tuple[int, int, int],
+    width: int,
+    add: bool,
+    plain_sum: bool = False,
 ) -> None:
     """Record out[o, g] = the sum of the planes [o, q] with q in the group g of `width`.
 
@@ -57,7 +72,9 @@ def _sum(
     groups = -(-depth // width) if depth else 1
     total = count * groups * size // unit
     store.commands.dispatch(
-        plain.join(planes.dtype, Access(planes.dtype, wide), Access(out.dtype, wide), add),
+        plain.join(
+            planes.dtype, Access(planes.dtype, wide), Access(out.dtype, wide), add, plain_sum
+        ),
         {"planes": source, "out": target},
         {
             "size": size // unit,

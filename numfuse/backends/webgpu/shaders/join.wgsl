@@ -1,9 +1,13 @@
 // out[o, g, i] = sum of planes[o, q, i] over the q of group g, one after another: the order that
-// makes the sum the same every time.  What the additions lose is summed beside it (Knuth's exact sum
-// of two numbers), so that it is rounded once.
+// makes the sum the same every time.
+//$ if not PLAIN:
+// What the additions lose is summed beside it (Knuth's exact sum of two numbers), so that it is
+// rounded once.
+//$ end
 
 $HEADER
 
+//$ if not PLAIN:
 // x as a number of its own.  A compiler may take (a + b) - a for b; it knows of no bits that are
 // none (sizes are below 2^31).
 fn rounded(x: $REAL) -> $REAL {
@@ -23,6 +27,7 @@ fn each_nf_finite(x: $ACC) -> $ACC {
 }
 
 //$ end
+//$ end
 @compute @workgroup_size(256)
 fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>) {
     let number = id.x + id.y * grid.x * 256u;
@@ -40,6 +45,12 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
     //$ else:
     var sum = $ACC();
     //$ end
+    //$ if PLAIN:
+    for (var q = first; q < last; q++) {
+        sum += planes[at];
+        at += p.size;
+    }
+    //$ else:
     var lost = $ACC();
     for (var q = first; q < last; q++) {
         let plane = planes[at];
@@ -50,5 +61,6 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
         at += p.size;
     }
     sum += ${EACH}nf_finite(lost);
+    //$ end
     out[p.out + number] = $OUT_TYPE(sum);
 }

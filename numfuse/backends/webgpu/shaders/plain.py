@@ -47,15 +47,18 @@ def copy(source: Access, out: Access) -> Plain:
     return _plain("copy", label, _COPY, *buffers, OUT_TYPE=out.scalar)
 
 
-def join(accumulator: str, source: Access, out: Access, add: bool = False) -> Plain:
+def join(
+    accumulator: str, source: Access, out: Access, add: bool = False, plain: bool = False
+) -> Plain:
     """Return the shader of planes summed in their order, and rounded; both are wide, or none.
 
-    It is out[o] = sum of planes[o, q] over q; with `add` that is added to what `out` holds.
+    It is out[o] = sum of planes[o, q] over q; with `add` that is added to what `out` holds. With
+    `plain`, what the additions lose is not added.
     """
     acc = TYPES[accumulator]
     return _plain(
         "join",
-        f"join {source}->{out}",
+        f"join {'plain ' * plain}{source}->{out}",
         _JOIN,
         ("planes", source.element),
         ("out", out.element),
@@ -67,6 +70,7 @@ def join(accumulator: str, source: Access, out: Access, add: bool = False) -> Pl
         ACC=f"vec4<{acc}>" if out.wide else acc,
         OUT_TYPE=out.element,
         ADD=add,
+        PLAIN=plain,
     )
 
 
