@@ -167,6 +167,9 @@ def _close(
         finite = np.isfinite(want.v) & np.isfinite(bound)
         over = finite & (size + bound >= float(info.max) * (1 - float(info.eps)))
         wrong = finite & ~(error <= bound) & ~(over & (np.abs(x) >= float(info.max) / 2))
+        if case.function.startswith("mlp"):
+            # (layers of a device's half types overflow one by one, and inf - inf is NaN)
+            wrong &= ~(over & np.isnan(x))
         if case.kind_open:
             wrong &= ~np.isnan(x)
         if case.strict:
