@@ -170,6 +170,7 @@ def test_the_scripts_that_pages_name_exist():
     table = TEXTS["docs/performance.md"].partition("\n## In use\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\|.* \| `(\w+\.py)[^`]*` \|$", table, re.M)
     assert len(rows) == table.count("\n|") - 2, "each row of uses names the script that measures it"
+    rows += re.findall(r"`(\w+\.py)", TEXTS["docs/choosing.md"])
     named |= {f"asv_benches/{name}" for name in rows}
     missing = sorted(name for name in named if not (ROOT / name).exists())
     assert len(named) > 15 and not missing, missing
