@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,20 @@ def test_the_scripts_that_pages_name_exist():
     named |= {f"asv_benches/{name}" for name in rows}
     missing = sorted(name for name in named if not (ROOT / name).exists())
     assert len(named) > 15 and not missing, missing
+
+
+def test_the_extra_of_the_pages_has_what_the_examples_import():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    brought = [*project["dependencies"], *extras["docs"]]
+    for names in re.findall(r"numfuse\[([\w,]+)\]", " ".join(extras["docs"])):
+        brought += [line for name in names.split(",") for line in extras[name]]
+    installed = {re.match(r"[\w-]+", line)[0].lower() for line in brought}
+    examples = [path.read_text(encoding="utf-8") for path in (DOCS / "gallery").glob("*.py")]
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", "\n".join(examples), re.M))
+    imported = {{"sklearn": "scikit-learn"}.get(name, name) for name in imported}
+    missing = imported - installed - sys.stdlib_module_names
+    assert len(imported) > 8 and not missing, missing
 
 
 def test_a_picture_shows_the_figures_of_its_table(monkeypatch):
