@@ -1,6 +1,6 @@
 """numfuse beside its peers on this machine: the same as ``python -m numfuse bench``.
 
-python asv_benches/compare.py --full --json bench.json --markdown docs/performance.md
+python asv_benches/compare.py --full --json bench.json --markdown docs/performance/tables.md
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The gated layer and epilogues of one's own beside PyTorch, in one process: docs/performance.md.
+"""The gated layer and epilogues of one's own beside PyTorch, in one process.
 
     python asv_benches/gated.py                        the processor, float32 and float64
     python asv_benches/gated.py --threads 1            on one thread

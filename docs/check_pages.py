@@ -11,6 +11,7 @@ files is a fault.
 Checked on every page and in every form:
 
 - no page scrolls sideways, and no picture is wider than the page or too small to read;
+- a table that is wider than the page fades where it goes on; code on a telephone is never wider;
 - every link and anchor within the pages leads somewhere;
 - every picture has a text, every page one title, a language, headings that skip no level;
 - text stands out from what is behind it (WCAG AA, 4.5 to 1; 3 to 1 where it is large);
@@ -41,6 +42,10 @@ FACTS = """() => {
     }
     return true;
   });
+  const beyond = [...article.querySelectorAll('table, pre')].filter(e =>
+    e.scrollWidth > e.clientWidth + 1 && e.getClientRects().length
+    && parseFloat(getComputedStyle(e).getPropertyValue('--goes-on')) < 8);
+  const code = [...article.querySelectorAll('pre')].filter(e => e.scrollWidth > e.clientWidth + 1);
   const rgb = text => (text.match(/[\\d.]+/g) || []).map(Number);
   const light = c => {
     const [r, g, b] = c.map(v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
@@ -70,6 +75,8 @@ FACTS = """() => {
   return {
     scroll: document.documentElement.scrollWidth, inner: innerWidth,
     wide: wide.slice(0, 3).map(e => e.outerHTML.slice(0, 120)),
+    beyond: beyond.slice(0, 3).map(e => e.innerText.slice(0, 60)),
+    code: code.slice(0, 3).map(e => e.innerText.slice(0, 60)),
     pictures: [...article.querySelectorAll('img')].map(e => ({
       src: e.getAttribute('src'), alt: e.getAttribute('alt'), shown: e.clientWidth,
       natural: e.naturalWidth, inside: !!e.closest('.sphx-glr-thumbcontainer'),
@@ -92,13 +99,16 @@ FOCUS = """() => {
 }"""
 
 
-def faults_of(name: str, facts: dict[str, Any], requests: list[str]) -> list[str]:
+def faults_of(name: str, form: str, facts: dict[str, Any], requests: list[str]) -> list[str]:
     """What is wrong with one page in one form."""
     found = [f"asks for {url}" for url in requests]
     if facts["scroll"] > facts["inner"]:
         found.append(f"scrolls sideways: {facts['scroll']} of {facts['inner']} px {facts['wide']}")
     elif facts["wide"]:
         found.append(f"is cut at the right: {facts['wide']}")
+    found += [f"does not show that it goes on to the right: {text!r}" for text in facts["beyond"]]
+    if form == "phone":
+        found += [f"code is wider than the page: {text!r}" for text in facts["code"]]
     for picture in facts["pictures"]:
         if not picture["natural"]:
             found.append(f"picture {picture['src']} does not load")
@@ -185,7 +195,7 @@ def main() -> int:
                     page.goto((root / name).as_uri())
                     facts = page.evaluate(FACTS)
                     pages[name] = facts
-                    for fault in faults_of(name, facts, requests):
+                    for fault in faults_of(name, form, facts, requests):
                         found[f"{name} ({form}, {scheme}): {fault}"] = None
                     if options.shots:
                         shot = options.shots / f"{name.replace('/', '_')}.{form}.{scheme}.png"

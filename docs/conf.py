@@ -34,6 +34,7 @@ templates_path = ["_templates"]
 # --- Markdown -------------------------------------------------------------------------------------
 myst_heading_anchors = 4
 html_math_renderer = "mathml"
+smartquotes = False  # act'' is a second derivative, no quotation
 highlight_language = "none"  # a fence without a language holds commands or formulas
 
 # --- API ------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ the weights are added in a tree, and the client applies them::
 
     python docs/gallery/train_on_dask.py
     python docs/gallery/train_on_dask.py --zarr samples.zarr     written once, then read from disk
+    python docs/gallery/train_on_dask.py --blocks 16 --rows 2048 --batch 4     32 MiB, in seconds
 
-(Where these pages show what it prints, it was run on 32 MiB, to have them built in a minute.)
-
-While it runs, the printed address shows Dask's dashboard (where bokeh is installed).
+The second one needs zarr. While it runs, the printed address shows Dask's dashboard (where bokeh is
+installed).
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """
-An inverse problem: which viscosity?
-====================================
+An inverse problem: unknown coefficients
+========================================
 
 ``u_t + c u_x = kappa u_xx``: a drop is carried along and spreads. It was measured at some places
 and times, with noise; the speed c and the diffusivity kappa are to be found. A network u(x, t) is

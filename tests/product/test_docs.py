@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import importlib.util
 import pkgutil
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -91,12 +94,51 @@ def test_a_program_that_is_not_run_says_why():
             assert found["why"] is None or len(found["why"]) > 5, f"{name}:{line_of(name, found)}"
 
 
+#: Public modules beside `numfuse` itself, the library that each needs, and whether the reference
+#: lists the module as a whole, which shows all of its names.
+MODULES_WITH_NAMES = {
+    "expr": (None, True),
+    "webgpu": (None, True),
+    "adapters.autograd": ("autograd", False),
+    "adapters.dask": ("dask.array", False),
+    "adapters.jax": ("jax", False),
+    "adapters.sklearn": ("sklearn", True),
+    "adapters.torch": ("torch", False),
+}
+#: What dispatch asks every adapter for: users call the functions of `numfuse` in their place.
+HOOKS = {"activation", "describe", "epilogue_jet", "fused", "jet", "network", "perceptron"}
+
+
+def listed_names():
+    return set(re.findall(r"^   ~numfuse\.(\S+)$", TEXTS["docs/api.md"], re.M))
+
+
 def test_every_public_name_is_in_the_reference():
-    listed = set(re.findall(r"^   ~numfuse\.(\S+)$", TEXTS["docs/api.md"], re.M))
-    missing, unknown = set(nf.__all__) - listed, listed - set(nf.__all__) - {"expr"}
-    assert not missing, f"docs/api.md must list {', '.join(sorted(missing))}"
-    for name in unknown:  # a public module of its own: an adapter, whose library may be missing
-        assert importlib.util.find_spec(f"numfuse.{name}") is not None, name
+    listed = listed_names()
+    assert not (missing := set(nf.__all__) - listed), f"docs/api.md must list {missing}"
+    modules = {name for name, (_, whole) in MODULES_WITH_NAMES.items() if whole}
+    parents = tuple(f"{name}." for name in MODULES_WITH_NAMES)
+    for name in listed - set(nf.__all__) - modules:
+        assert name.startswith(parents), f"docs/api.md lists {name}"
+
+
+@pytest.mark.parametrize("name", MODULES_WITH_NAMES)
+def test_every_public_name_of_a_module_is_in_the_reference(name):
+    library, whole = MODULES_WITH_NAMES[name]
+    if library is not None:
+        pytest.importorskip(library)
+    if whole:
+        assert name in listed_names()
+        return
+    own = set(importlib.import_module(f"numfuse.{name}").__all__) - set(nf.__all__) - HOOKS
+    listed = {x.removeprefix(f"{name}.") for x in listed_names() if x.startswith(f"{name}.")}
+    assert own == listed, f"docs/api.md must list {sorted(own)} of numfuse.{name}"
+
+
+def test_every_variable_of_the_environment_is_in_the_reference():
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "numfuse").rglob("*.py"))
+    read = {name for text in sources for name in re.findall(r"\bNUMFUSE_[A-Z_]+\b", text)}
+    assert read == set(re.findall(r"\bNUMFUSE_[A-Z_]+\b", TEXTS["docs/api.md"]))
 
 
 def test_links_between_pages_and_their_anchors_exist():
@@ -121,6 +163,46 @@ def test_the_files_that_contributing_names_exist():
     named = re.findall(r"`((?:numfuse|tests|asv_benches|\.ci)/[\w./]*\w)`", text)
     missing = [name for name in named if not (ROOT / name).exists()]
     assert len(named) > 15 and not missing, missing
+
+
+def test_the_scripts_that_pages_name_exist():
+    named = {
+        x for text in TEXTS.values() for x in re.findall(r"\b(?:asv_benches|docs)/[\w/]+\.py", text)
+    }
+    table = TEXTS["docs/performance.md"].partition("\n## In use\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|.* \| `(\w+\.py)[^`]*` \|$", table, re.M)
+    assert len(rows) == table.count("\n|") - 2, "each row of uses names the script that measures it"
+    rows += re.findall(r"`(\w+\.py)", TEXTS["docs/choosing.md"])
+    named |= {f"asv_benches/{name}" for name in rows}
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert len(named) > 15 and not missing, missing
+
+
+def test_the_extra_of_the_pages_has_what_the_examples_import():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    brought = [*project["dependencies"], *extras["docs"]]
+    for names in re.findall(r"numfuse\[([\w,]+)\]", " ".join(extras["docs"])):
+        brought += [line for name in names.split(",") for line in extras[name]]
+    installed = {re.match(r"[\w-]+", line)[0].lower() for line in brought}
+    examples = [path.read_text(encoding="utf-8") for path in (DOCS / "gallery").glob("*.py")]
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", "\n".join(examples), re.M))
+    imported = {{"sklearn": "scikit-learn"}.get(name, name) for name in imported}
+    missing = imported - installed - sys.stdlib_module_names
+    assert len(imported) > 8 and not missing, missing
+
+
+def test_a_picture_shows_the_figures_of_its_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    pictures = importlib.import_module("pictures")
+    for name, figures in (("uses", pictures.uses()), ("roofline_cpu", pictures.cases())):
+        found = re.search(
+            rb"tEXtFigures\0([0-9a-f]{16})", (DOCS / "images" / f"{name}.png").read_bytes()
+        )
+        assert found is not None, name
+        assert found[1].decode() == pictures.digest(figures), (
+            f"python docs/pictures.py draws {name}.png"
+        )
 
 
 def test_pictures_have_a_text_for_those_who_do_not_see_them():

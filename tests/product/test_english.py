@@ -12,7 +12,14 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "numfuse").rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(
+        x
+        for x in sorted((ROOT / "docs").rglob("*.md"))
+        if not {"_build", "generated"} & set(x.parts)
+    ),
+]
 
 #: A docstring begins with what a function returns or does, or what a module or class is.
 BEGINNING = re.compile(r"(?:Of|That of|They|Those|The same|What|It)\b")

@@ -1,0 +1,122 @@
+"""The figures of the guide that no other script measures.
+
+    python asv_benches/guide.py                    all of them: half a minute
+    python asv_benches/guide.py recompute pack     those whose names are given
+
+- recompute: three gelu layers of `numfuse.adapters.torch`, rows x width: MiB that the graph holds
+  between forward and backward beside the parameters, and the time of both, recomputed to kept;
+- pack: the gradients of a network of few rows with packed weights, to those with plain ones;
+- definition: MiB that an activation leaves behind which is defined again and again.
+
+Contestants take turns in one process; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import numfuse as nf
+from numfuse import expr as ex
+
+
+def medians(*calls: Callable[[], object], seconds: float = 2.0) -> list[float]:
+    """Return the median time of each call; all of them by turns."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for call, spent in zip(calls, times, strict=True):
+            began = time.perf_counter()
+            call()
+            spent.append(time.perf_counter() - began)
+    return [statistics.median(spent) for spent in times]
+
+
+def recompute() -> None:
+    import torch
+
+    from numfuse.adapters.torch import Linear
+    from numfuse.adapters.torch import recompute as recomputing
+
+    print("| | kept | recomputed | time, recomputed to kept |\n|---|---:|---:|---:|")
+    for dtype, size in ((d, n) for d in (torch.float32, torch.bfloat16) for n in (256, 1024)):
+        layers = [Linear(size, size, activation="gelu", dtype=dtype) for _ in range(3)]
+        net = torch.nn.Sequential(*layers)
+        x, grad = (torch.randn(size, size, dtype=dtype) for _ in range(2))
+
+        def step(on: bool, net=net, x=x, grad=grad) -> None:
+            with recomputing(on):
+                out = net(x)
+            out.backward(grad)
+
+        def held(on: bool, net=net, x=x) -> float:
+            found: dict[int, int] = {}
+
+            def note(y: torch.Tensor) -> torch.Tensor:
+                found[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes()
+                return y
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda y: y), recomputing(on):
+                out = net(x)
+            for y in net.parameters():
+                found.pop(y.untyped_storage().data_ptr(), None)
+            del out
+            return sum(found.values()) / 2**20
+
+        kept, again = medians(lambda: step(False), lambda: step(True))
+        name = str(dtype).removeprefix("torch.")
+        print(
+            f"| {name}, {size} rows, width {size} | {held(False):.3g} MiB | "
+            f"{held(True):.3g} MiB | {again / kept:.2f} |"
+        )
+
+
+def pack() -> None:
+    rng = np.random.default_rng(0)
+    for rows, width in ((8, 256), (8, 100), (200, 256)):
+        x, grad = rng.standard_normal((2, rows, width)).astype(np.float32)
+        weights = [(rng.standard_normal((width, width)) / 16).astype(np.float32) for _ in range(3)]
+        biases = [np.zeros(width, np.float32) for _ in range(3)]
+        packed = nf.pack(weights)
+        plain, once = medians(
+            lambda x=x, g=grad, w=weights, b=biases: nf.mlp_bwd(g, x, w, b, "tanh"),
+            lambda x=x, g=grad, w=packed, b=biases: nf.mlp_bwd(g, x, w, b, "tanh"),
+            seconds=1.0,
+        )
+        print(f"{rows} rows, three layers of {width}: gradients {once / plain:.2f} of the time")
+
+
+def definition(count: int = 100) -> None:
+    x = np.ones((8, 8))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def define(number: int) -> None:
+        nf.activation(source="none", name="again")(lambda x: ex.tanh(x) * (2.0 + number / 64))
+        nf.matmul_bias_activation(x, x, None, "again")
+        nf.matmul_bias_activation_bwd(x, x, x, None, "again")
+
+    for number in range(10):
+        define(number)
+    before = resident()
+    for number in range(10, 10 + count):
+        define(number)
+    left = (resident() - before) / count / 2**20
+    print(f"a definition, forward and backward, leaves {left:.2f} MiB")
+
+
+ALL = {"recompute": recompute, "pack": pack, "definition": definition}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[[], *ALL], metavar="NAME", help=", ".join(ALL))
+    for chosen in parser.parse_args().names or ALL:
+        ALL[chosen]()
