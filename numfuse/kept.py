@@ -56,10 +56,11 @@ def check_kept(kept: Any, layers: int, points: Any) -> None:
     """Raise a ValueError for what was kept of another number of layers, or of points."""
     rows = tuple(points.shape[:-1])
     given = tuple(kept.inputs[0].shape[: len(rows)])
-    if (len(kept.inputs), given) != (layers, rows):
+    # (a jet whose last layer has an activation keeps its result, too)
+    if given != rows or len(kept.inputs) - layers not in (0, 1):
         raise ValueError(
-            f"kept must come from a forward of {layers} layers on points {rows}, got one of "
-            f"{len(kept.inputs)} on {given}"
+            f"kept must come from a forward of {layers} layers on points {rows}, got "
+            f"{len(kept.inputs)} arrays for points {given}"
         )
 
 

@@ -72,11 +72,11 @@ ERRORS = [
     (lambda: backward(kept=3), TypeError, "kept must be what the forward returned with keep=True, "
      "got int"),
     (lambda: backward(kept=KEPT), ValueError, "kept must come from a forward of 2 layers on points "
-     "(6,), got one of 2 on (3,)"),
+     "(6,), got 2 arrays for points (3,)"),
     (lambda: nf.mlp_jet_bwd(GRAD, None, None, X, NET, BIASES, kept=(X,)), TypeError, "kept must be "
      "what the forward returned with keep=True, got tuple"),
     (lambda: nf.mlp_jet_bwd(GRAD, None, None, X, NET, BIASES, kept=JET_KEPT), ValueError, "kept "
-     "must come from a forward of 2 layers on points (6,), got one of 2 on (3,)"),
+     "must come from a forward of 2 layers on points (6,), got 2 arrays for points (3,)"),
     (lambda: nf.matmul_bias_activation_jet_bwd(GRAD, None, None, X, NET[0][:, :1], None, "tanh",
      X[None], kept=3), TypeError, "kept must be a tuple of 3, got int"),
     (lambda: value(biases=BIASES[0]), ValueError, "biases must be None or a sequence of 2 arrays "
@@ -109,6 +109,19 @@ def test_arrays_of_another_library_are_told():
 
 
 # --- what is no error -----------------------------------------------------------------------------
+@pytest.mark.parametrize("final", ["none", "silu"])
+@pytest.mark.parametrize("back", [nf.mlp_bwd, nf.mlp_jet_bwd])
+def test_what_was_kept_of_a_network_is_taken(back, final):
+    """Of the reference, whose layers are calls of their own; with it nothing changes."""
+    how = {"final": final, "backend": "reference"}
+    forward, none = (nf.mlp, ()) if back is nf.mlp_bwd else (nf.mlp_jet, (None, None))
+    kept = forward(X, NET, BIASES, keep=True, **how)[1]
+    assert len(kept.inputs) >= len(NET)
+    found = [back(GRAD, *none, X, NET, BIASES, **how, **more) for more in ({}, {"kept": kept})]
+    for x, y in zip(*(y.d_weights for y in found), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 NETWORKS = {
     "mlp": lambda x, w, b, **how: nf.mlp(x, w, b, final="silu", **how),
     "mlp_bwd": lambda x, w, b, **how: nf.mlp_bwd(x[:, :1], x, w, b, needs=("x", "weights"), **how),
