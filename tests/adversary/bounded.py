@@ -87,6 +87,10 @@ class Rules:
             return float(info.smallest_normal)
         return float(info.smallest_subnormal)
 
+    def flushes(self, size: ndarray) -> ndarray:
+        """Return which factors of these sizes a product may take as zero."""
+        return (size > 0) & (size < self.normal)
+
     @property
     def products_flush(self) -> bool:
         """Whether a product of factors may flush them (bfloat16's instructions always may)."""
@@ -189,6 +193,9 @@ class Number:
             e = e + r.normal * (
                 (xm + 1).sum(axis=-1, keepdims=True) + (ym + 1).sum(axis=-2, keepdims=True)
             )
+            # (a flushed factor times an infinite one is NaN, whatever is made of that)
+            tiny, infinite = ([f(z).astype(float) for z in (xm, ym)] for f in (r.flushes, np.isinf))
+            e = np.where(tiny[0] @ infinite[1] + infinite[0] @ tiny[1] > 0, np.nan, e)
         else:
             e = e + n * r.least
         made = Number(

@@ -384,6 +384,17 @@ def test_a_gradient_of_an_epilogue_has_its_bits_alone_and_in_company(dtype):
     assert_same(d_row, nf.elementwise_bwd(grad, lambda x, y: x * y, grad, row)[1], "elementwise")
 
 
+@pytest.mark.parametrize("axes", [(2, 0, 1), (1, 2, 0), (2, 1, 0)])
+@pytest.mark.parametrize("lengths", [(3, 1, 1), (1, 21, 1), (5,), (1, 1), ()])
+def test_a_sum_of_grad_alone_has_the_bits_of_its_copy(axes, lengths):
+    grad, a, b, _ = operands(21, 5, 7, "float32", batch=(3,))
+    residual = np.ones(lengths, np.float32)
+    wanted = nf.matmul_bias_residual_bwd(grad, a, b[0], None, residual).d_residual
+    view = np.ascontiguousarray(grad.transpose(axes)).transpose(np.argsort(axes))
+    got = nf.matmul_bias_residual_bwd(view, a, b[0], None, residual).d_residual
+    assert_same(got, wanted, axes)
+
+
 def strided(shape, dtype, kind):
     """Return an array to write, whose leading axes do not merge, or whose columns are apart."""
     if kind == "turned":

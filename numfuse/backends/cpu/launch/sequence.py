@@ -302,7 +302,8 @@ def _sum(how: Sum, arrays: tuple[Any, ...]) -> None:
     x, out = arrays[how.source].reshape(how.shape), arrays[how.target].reshape(how.target_shape)
     with np.errstate(all="ignore"):  # as silent as the kernels, whatever the caller has set
         if how.axes:
-            x = np.add.reduce(x, how.axes, how.dtype, keepdims=True)
+            # (NumPy adds in the order of memory: a view is to give what its copy gives)
+            x = np.add.reduce(np.ascontiguousarray(x), how.axes, how.dtype, keepdims=True)
         out[...] = x
 
 
