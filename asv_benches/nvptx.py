@@ -1,0 +1,138 @@
+"""PTX by LLVM's own NVPTX target, which llvmlite's wheels hold: NVVM's place taken.
+
+Run by itself it says what the installed llvmlite has, and compiles the smallest kernel that needs a
+function of libdevice::
+
+    python asv_benches/nvptx.py
+
+`cuda_compilers.py --beside llvmlite` compiles every kernel of numfuse so (`substitute`). numba-cuda
+still types and lowers them; its NVVM is not asked. docs/cuda.md, "LLVM in NVVM's place", has the
+findings.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+TRIPLE = "nvptx64-nvidia-cuda"
+
+
+#: Lines that name another layout of data than LLVM's.
+_TARGET = re.compile(r"^target (?:triple|datalayout) = .*$", re.M)
+
+
+@functools.cache
+def target() -> Any:
+    """Return LLVM's target; RuntimeError where the wheel was built without it."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm.Target.from_triple(TRIPLE)
+
+
+@functools.cache
+def libdevice() -> bytes | None:
+    """Return NVIDIA's libdevice as bitcode; None where no package of NVIDIA's is installed."""
+    try:
+        nvidia = import_module("nvidia")
+    except ImportError:
+        return None
+    for root in nvidia.__path__:
+        for path in sorted(Path(root).rglob("libdevice*.bc")):
+            return path.read_bytes()
+    return None
+
+
+def ptx(texts: Sequence[str], arch: str) -> str:
+    """Return the PTX of modules of LLVM's text, linked, for an architecture such as "sm_90a".
+
+    Products and sums are one instruction where the text says so and nowhere else: LLVM's default.
+    """
+    machine = target().create_target_machine(cpu=arch, features="", opt=3)
+    modules = [llvm.parse_assembly(_TARGET.sub("", text)) for text in texts]
+    whole = modules[0]
+    for other in modules[1:]:
+        whole.link_in(other)
+    entries = {f.name for f in whole.functions if not f.is_declaration}
+    bitcode = libdevice()
+    if bitcode is not None and any(f.name.startswith("__nv_") for f in whole.functions):
+        whole.link_in(llvm.parse_bitcode(bitcode))
+        for f in whole.functions:
+            if not f.is_declaration and f.name not in entries:
+                f.linkage = "internal"
+    whole.triple, whole.data_layout = TRIPLE, str(machine.target_data)
+    whole.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(whole, builder)
+    return str(machine.emit_assembly(whole))
+
+
+def substitute() -> None:
+    """Put LLVM where numba-cuda calls NVVM.
+
+    The text is printed anew: NVVM reads the pointers with types of LLVM 7, which LLVM has dropped,
+    and llvmlite prints either. What else is of LLVM 7 in it (metadata that marks the kernels,
+    `llvm.nvvm.barrier0`), LLVM's reader brings up to date.
+    """
+    nvvm, codegen = (import_module(f"numba.cuda.{x}") for x in ("cudadrv.nvvm", "codegen"))
+    kinds: Any = import_module("llvmlite.ir.types")
+
+    def llvm_strs(library: Any) -> list[str]:
+        kinds.ir_layer_typed_pointers_enabled = False
+        try:
+            return [str(module) for module in library.modules]
+        finally:
+            kinds.ir_layer_typed_pointers_enabled = True
+
+    def compile_ir(texts: Any, *, arch: str, **_: Any) -> bytes:
+        return ptx(texts, arch.replace("compute_", "sm_")).encode()
+
+    codegen.CUDACodeLibrary.llvm_strs = property(llvm_strs)
+    nvvm.compile_ir = compile_ir
+
+
+#: x[i] = exp(x[i]), as NVVM's documentation writes a kernel.
+_SMALLEST = """
+declare double @__nv_exp(double)
+declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+define ptx_kernel void @smallest(ptr %x) {
+  %i = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+  %p = getelementptr double, ptr %x, i32 %i
+  %v = load double, ptr %p
+  %e = call double @__nv_exp(double %v)
+  store double %e, ptr %p
+  ret void
+}
+"""
+
+
+def main() -> None:
+    version = ".".join(map(str, llvm.llvm_version_info))
+    print(f"llvmlite {llvmlite.__version__}, LLVM {version}")
+    try:
+        print(f"target: {target()}")
+    except RuntimeError as error:
+        print(f"no target {TRIPLE}: {error}")
+        return
+    print(f"libdevice: {'found' if libdevice() else 'no package of NVIDIA has it here'}")
+    for arch in ("sm_70", "sm_80", "sm_90a", "sm_100a"):
+        try:
+            text = ptx([_SMALLEST], arch)
+        except RuntimeError as error:
+            print(f"{arch}: {error}")
+            continue
+        lines = [line for line in text.splitlines() if line.strip().endswith(";")]
+        calls = "calls __nv_exp" if "call.uni" in text else "no call is left"
+        print(f"{arch}: PTX of {len(lines)} instructions, {calls}")
+
+
+if __name__ == "__main__":
+    main()
