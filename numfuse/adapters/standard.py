@@ -127,23 +127,16 @@ def _kind(x: Any) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
 
-def fused(
-    operation: Operation,
-    operands: tuple[Any, ...],
-    activation: Any,
-    flags: tuple[Any, ...],
-    needs: Any,
-    out: Any,
-    backend: Any,
-) -> Any:
+def fused(operation: Operation, operands: tuple[Any, ...], *options: Any) -> Any:
     """Return the results of an operation; see :class:`numfuse.operations.Operation`."""
+    *how, out, backend = options
     form = getattr(operation, "form", None)
     label = getattr(operation, "label", None) or (str if form is None else form.label)
     # (the weights of a jet are constants, and NumPy's by now)
     named = [(x, label(x), y) for x, y in zip(operation.operands, operands, strict=True)]
     call = Exchange({name: y for x, name, y in named if x != "weights"})
     given = tuple([call.taken(name, y) for _, name, y in named])
-    return call.given(operation(given, activation, flags, needs, call.target(out), backend))
+    return call.given(operation(given, *how, call.target(out), backend))
 
 
 #: The jets of a layer and of a formula are operations too.

@@ -162,7 +162,7 @@ def take(name: str, x: Any, stream: int | None = None, shared: bool = False) -> 
     try:
         try:
             capsule = x.__dlpack__(**new)
-        except TypeError:  # from before DLPack 1
+        except (TypeError, ValueError, NotImplementedError):  # from before DLPack 1
             capsule = x.__dlpack__(**old)
     except BufferError as error:
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
@@ -202,6 +202,8 @@ def over(
     writable: bool,
 ) -> ndarray:
     """Return an array at an address, which keeps `owner` alive; strides in bytes."""
+    if 0 in shape:
+        return np.empty(shape, dtype)  # (which may have no address)
     plain = dtype.kind == "f"
     interface = {
         "version": 3,
