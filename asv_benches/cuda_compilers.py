@@ -38,7 +38,7 @@ from typing import Any
 import nvptx
 from mlir_builder import TOGETHER, intrinsic
 
-COMPILERS = ("numba-cuda", "numba-cuda-mlir", "llvmlite")
+COMPILERS = ("numba-cuda", "numba-cuda-mlir", "llvmlite", "numba")
 
 
 def substitute() -> None:
@@ -192,6 +192,8 @@ def compiled_by(compiler: str, words: Sequence[str]) -> None:
         substitute()
     elif compiler == COMPILERS[2]:
         nvptx.substitute()
+    elif compiler == COMPILERS[3]:
+        nvptx.substitute_numbas_own()
     with tempfile.TemporaryDirectory() as directory:
         for number, (name, kernel, capability) in enumerate(rows()):
             if not number:  # the compiler makes its tables when it is first used

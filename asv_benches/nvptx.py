@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
+from llvmlite import ir
 
 TRIPLE = "nvptx64-nvidia-cuda"
 
@@ -97,6 +100,54 @@ def substitute() -> None:
 
     codegen.CUDACodeLibrary.llvm_strs = property(llvm_strs)
     nvvm.compile_ir = compile_ir
+
+
+def substitute_numbas_own() -> None:
+    """Put the CUDA target that Numba itself still has where numba-cuda's is looked for.
+
+    With LLVM in NVVM's place neither numba-cuda nor a package of NVIDIA's but libdevice is used.
+    """
+    sys.meta_path[:] = [x for x in sys.meta_path if type(x).__name__ != "NumbaCudaFinder"]
+    nvvm: Any = import_module("numba.cuda.cudadrv.nvvm")
+    layout = str(target().create_target_machine(cpu="sm_80").target_data)
+    nvvm.NVVM = lambda: SimpleNamespace(data_layout=layout)
+    nvvm.add_ir_version = lambda module: None
+    nvvm.get_arch_option = lambda *cc: "compute_" + "".join(map(str, cc))
+    cuda, core = import_module("numba.cuda"), import_module("numba.core.extending")
+    compiler: Any = import_module("numba.cuda.compiler")
+    jit, mark = cuda.jit, nvvm.set_cuda_kernel
+    cuda.jit = lambda device, forceinline: jit(device=device, inline=forceinline)
+    kinds: Any = import_module("numba.cuda.types")
+    vars(kinds).update({**vars(import_module("numba.core.types")), **vars(kinds)})
+    extending: Any = import_module("numba.cuda.extending")
+    extending.overload = functools.partial(core.overload, target="cuda")
+    # Numba 0.68's own are functions of any number of arguments, which this target cannot compile.
+    extending.overload(min)(lambda x, y: lambda x, y: x if x < y else y)
+    extending.overload(max)(lambda x, y: lambda x, y: x if x > y else y)
+    make = compiler.compile
+
+    def compile_kernel(function: Any, signature: Any, *, launch_bounds: Any, **how: Any) -> Any:
+        def marked(kernel: Any) -> None:
+            mark(kernel)
+            module = kernel.module
+            for name, value in zip(("maxntidx", "minctasm"), launch_bounds, strict=False):
+                text, number = ir.MetaDataString(module, name), ir.Constant(ir.IntType(32), value)
+                data = module.add_metadata((kernel, text, number))
+                module.get_named_metadata("nvvm.annotations").add(data)
+
+        nvvm.set_cuda_kernel = marked
+        try:
+            return make(function, signature, **how)
+        finally:
+            nvvm.set_cuda_kernel = mark
+
+    compiler.compile = compile_kernel
+    sys.modules |= {
+        "numba_cuda": cuda,
+        "numba.cuda.core.config": import_module("numba.core.config"),
+        "numba.cuda.np.arrayobj": kinds,  # (imported for a name of NumPy's that it takes)
+    }
+    substitute()
 
 
 #: x[i] = exp(x[i]), as NVVM's documentation writes a kernel.

@@ -42,7 +42,7 @@ from numfuse.backends.cuda.call.arrays import (  # noqa: E402
 from numfuse.backends.cuda.call.entry import run  # noqa: E402
 from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
-from numfuse.operations import Operation  # noqa: E402
+from numfuse.operations import OPERATIONS, Operation  # noqa: E402
 from numfuse.runtime.dispatch import AGAIN  # noqa: E402
 from numfuse.runtime.views import dtype_of  # noqa: E402
 
@@ -65,7 +65,11 @@ __all__ = [
 
 class _Cuda(PublicFunctions):
     def call(self, signature: Signature, x: dict[str, Any]) -> Any:
-        return run(*[*signature.given(x), (signature, x)])
+        operation = OPERATIONS[signature.name]
+        operands = tuple([x[name] for name in operation.operands])
+        flags = tuple([x[name] for name in operation.flags])
+        options = x.get("needs", ()), x.get("out"), x["backend"]
+        return run(operation, operands, x["activation"], flags, *options, (signature, x))
 
 
 def checked(

@@ -88,13 +88,6 @@ class Signature:
         pairs = zip(self.result_names(x), results.check_outputs(out, self.needs), strict=True)
         return {name: one for name, one in pairs if one is not None}
 
-    def given(self, x: dict[str, Any]) -> tuple[Any, ...]:
-        """Return a call's operation, and its arguments as :meth:`Operation.other` takes them."""
-        operands = tuple([x[name] for name in self.arrays])
-        flags = tuple([x[name] for name in self._operation.flags])
-        options = x.get("needs", ()), x.get("out"), x["backend"]
-        return self._operation, operands, x["activation"], flags, *options
-
     def problem(self, x: dict[str, Any], **arrays: Any) -> Any:
         """Return the problem of a call, with these arrays and None for all others.
 

@@ -17,7 +17,7 @@ from numfuse import multilayer, networks
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.fused_operations import NUMBERS
 from numfuse.fusion import elementwise
-from numfuse.operations import Operation
+from numfuse.operations import OPERATIONS
 from numfuse.runtime import dlpack
 
 __all__ = [
@@ -127,7 +127,7 @@ def _kind(x: Any) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
 
-def fused(operation: Operation, operands: tuple[Any, ...], *options: Any) -> Any:
+def fused(operation: Any, operands: tuple[Any, ...], *options: Any) -> Any:
     """Return the results of an operation; see :class:`numfuse.operations.Operation`."""
     *how, out, backend = options
     form = getattr(operation, "form", None)
@@ -145,7 +145,10 @@ jet = epilogue_jet = fused
 
 class _Standard(PublicFunctions):
     def call(self, signature: Signature, x: dict[str, Any]) -> Any:
-        return fused(*signature.given(x))
+        operation = OPERATIONS[signature.name]
+        operands = [x[name] for name in operation.operands]
+        how = x["activation"], tuple([x[name] for name in operation.flags]), x.get("needs", ())
+        return fused(operation, tuple(operands), *how, x.get("out"), x["backend"])
 
 
 globals().update(_Standard().functions())
