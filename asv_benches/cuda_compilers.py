@@ -9,7 +9,7 @@ tests import, with `ptxas` on the PATH, from the repository's root::
     PYTHONPATH=. python asv_benches/cuda_compilers.py --beside llvmlite
 
 The last needs no numba-cuda-mlir: numba-cuda's text goes to LLVM's NVPTX target in place of NVVM
-(`nvptx`).
+(`nvptx`); with `numba` in place of `llvmlite`, Numba's own CUDA target takes numba-cuda's too.
 
 The rows are those of test_cuda_compile.py. A kernel's text and its intrinsics are taken as they
 are: in the successor's process `mlir_builder` stands for llvmlite's builder, and the successor's

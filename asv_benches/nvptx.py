@@ -5,9 +5,10 @@ function of libdevice::
 
     python asv_benches/nvptx.py
 
-`cuda_compilers.py --beside llvmlite` compiles every kernel of numfuse so (`substitute`). numba-cuda
-still types and lowers them; its NVVM is not asked. docs/cuda.md, "LLVM in NVVM's place", has the
-findings.
+`cuda_compilers.py --beside llvmlite` compiles every kernel of numfuse so (`substitute`): numba-cuda
+types and lowers them, and its NVVM is not asked. `--beside numba` has neither: the CUDA target that
+is in Numba itself types and lowers (`substitute_numbas_own`). docs/cuda.md, "LLVM in NVVM's place",
+has the findings.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 TRIPLE = "nvptx64-nvidia-cuda"
-
-
+#: The names of kernels, as LLVM and as NVVM mark them.
+_KERNEL = re.compile(r'(?<=ptx_kernel void @)\w+|(?<=@")[^"]+(?=", !"kernel")')
 #: Lines that name another layout of data than LLVM's.
 _TARGET = re.compile(r"^target (?:triple|datalayout) = .*$", re.M)
 
@@ -59,23 +60,48 @@ def ptx(texts: Sequence[str], arch: str) -> str:
     Products and sums are one instruction where the text says so and nowhere else: LLVM's default.
     """
     machine = target().create_target_machine(cpu=arch, features="", opt=3)
-    modules = [llvm.parse_assembly(_TARGET.sub("", text)) for text in texts]
-    whole = modules[0]
-    for other in modules[1:]:
+    texts = [_TARGET.sub("", text).replace("llvm.nvvm.shfl.sync.i32", "shuffle") for text in texts]
+    whole, *others = [llvm.parse_assembly(text) for text in texts]
+    for other in others:
         whole.link_in(other)
-    entries = {f.name for f in whole.functions if not f.is_declaration}
+    own = {f.name for f in whole.functions if not f.is_declaration}
+    missing = {f.name for f in whole.functions} - own
+    if "shuffle" in missing:
+        whole.link_in(llvm.parse_assembly(_SHUFFLE))
     bitcode = libdevice()
-    if bitcode is not None and any(f.name.startswith("__nv_") for f in whole.functions):
+    if bitcode is not None and any(name.startswith("__nv_") for name in missing):
         whole.link_in(llvm.parse_bitcode(bitcode))
-        for f in whole.functions:
-            if not f.is_declaration and f.name not in entries:
-                f.linkage = "internal"
+    kernels = {name for text in texts for name in _KERNEL.findall(text)}
+    for f in whole.functions:
+        if not f.is_declaration and f.name not in kernels:
+            f.linkage = "internal"
+            if f.name in own:  # as wgmma's registers need it
+                f.add_function_attribute("alwaysinline")
     whole.triple, whole.data_layout = TRIPLE, str(machine.target_data)
     whole.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(whole, builder)
     return str(machine.emit_assembly(whole))
+
+
+#: NVVM's one intrinsic for all ways of a shuffle, which LLVM does not have: by its own four.
+_SHUFFLE = """
+define {{i32, i1}} @shuffle(i32 %mask, i32 %way, i32 %x, i32 %lane, i32 %clamp) alwaysinline {{
+  switch i32 %way, label %idx [i32 1, label %up i32 2, label %down i32 3, label %bfly]
+{}}}
+{}
+""".format(
+    "".join(
+        f"{way}:\n  %r{way} = call {{i32, i1}} @llvm.nvvm.shfl.sync.{way}.i32p"
+        f"(i32 %mask, i32 %x, i32 %lane, i32 %clamp)\n  ret {{i32, i1}} %r{way}\n"
+        for way in ("idx", "up", "down", "bfly")
+    ),
+    "".join(
+        f"declare {{i32, i1}} @llvm.nvvm.shfl.sync.{way}.i32p(i32, i32, i32, i32)\n"
+        for way in ("idx", "up", "down", "bfly")
+    ),
+)
 
 
 def substitute() -> None:
@@ -150,7 +176,7 @@ def substitute_numbas_own() -> None:
     substitute()
 
 
-#: x[i] = exp(x[i]), as NVVM's documentation writes a kernel.
+#: x[i] = exp(x[i] * x[i] + x[i]): a function of libdevice, and what may not become one fma.
 _SMALLEST = """
 declare double @__nv_exp(double)
 declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
@@ -158,7 +184,9 @@ define ptx_kernel void @smallest(ptr %x) {
   %i = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
   %p = getelementptr double, ptr %x, i32 %i
   %v = load double, ptr %p
-  %e = call double @__nv_exp(double %v)
+  %m = fmul double %v, %v
+  %s = fadd double %m, %v
+  %e = call double @__nv_exp(double %s)
   store double %e, ptr %p
   ret void
 }
@@ -182,7 +210,8 @@ def main() -> None:
             continue
         lines = [line for line in text.splitlines() if line.strip().endswith(";")]
         calls = "calls __nv_exp" if "call.uni" in text else "no call is left"
-        print(f"{arch}: PTX of {len(lines)} instructions, {calls}")
+        apart = "apart" if "mul.rn.f64" in text and "add.rn.f64" in text else "merged"
+        print(f"{arch}: PTX of {len(lines)} instructions, {calls}, product and sum {apart}")
 
 
 if __name__ == "__main__":
