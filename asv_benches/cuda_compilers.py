@@ -6,6 +6,10 @@ tests import, with `ptxas` on the PATH, from the repository's root::
     PYTHONPATH=. python asv_benches/cuda_compilers.py            # a table of both
     PYTHONPATH=. python asv_benches/cuda_compilers.py wgmma bf16 # rows whose name has these words
     PYTHONPATH=. python asv_benches/cuda_compilers.py --one numba-cuda-mlir mirror f32
+    PYTHONPATH=. python asv_benches/cuda_compilers.py --beside llvmlite
+
+The last needs no numba-cuda-mlir: numba-cuda's text goes to LLVM's NVPTX target in place of NVVM
+(`nvptx`); with `numba` in place of `llvmlite`, Numba's own CUDA target takes numba-cuda's too.
 
 The rows are those of test_cuda_compile.py. A kernel's text and its intrinsics are taken as they
 are: in the successor's process `mlir_builder` stands for llvmlite's builder, and the successor's
@@ -31,9 +35,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nvptx
 from mlir_builder import TOGETHER, intrinsic
 
-COMPILERS = ("numba-cuda", "numba-cuda-mlir")
+COMPILERS = ("numba-cuda", "numba-cuda-mlir", "llvmlite", "numba")
 
 
 def substitute() -> None:
@@ -134,9 +139,9 @@ def rows() -> Iterator[tuple[str, Any, tuple[int, int]]]:
 def measure(kernel: Any, capability: tuple[int, int], directory: Path) -> dict[str, Any]:
     """Compile and assemble a kernel; return what it became, or why it did not."""
     try:
-        begin = time.perf_counter()
+        begin = time.process_time()  # (others may run beside it)
         text = kernel.ptx(capability)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
     except Exception as error:
         reason = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")
         return {"error": reason}
@@ -185,6 +190,10 @@ def compiled_by(compiler: str, words: Sequence[str]) -> None:
     if compiler == COMPILERS[1]:
         os.environ["NUMBA_CUDA_MLIR_ICE_FULL_TB"] = "1"  # else an error names a file instead
         substitute()
+    elif compiler == COMPILERS[2]:
+        nvptx.substitute()
+    elif compiler == COMPILERS[3]:
+        nvptx.substitute_numbas_own()
     with tempfile.TemporaryDirectory() as directory:
         for number, (name, kernel, capability) in enumerate(rows()):
             if not number:  # the compiler makes its tables when it is first used
@@ -199,8 +208,11 @@ def main() -> None:
     if words[:1] == ["--one"]:
         compiled_by(words[1], words[2:])
         return
+    pair = COMPILERS[:2]
+    if words[:1] == ["--beside"]:
+        pair, words = (COMPILERS[0], words[1]), words[2:]
     found: dict[str, dict[str, Any]] = {}
-    for compiler in COMPILERS:
+    for compiler in pair:
         command = [sys.executable, __file__, "--one", compiler, *words]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         for line in done.stdout.splitlines():
@@ -210,7 +222,7 @@ def main() -> None:
     print("| kernel | compiles | registers | spilled | PTX instructions | seconds |")
     print("|---|---|---|---|---|---|")
     for name, made in found.items():
-        both = [made.get(c, {"error": "not tried"}) for c in COMPILERS]
+        both = [made.get(c, {"error": "not tried"}) for c in pair]
         state = both[1].get("error", "yes")[:200]
         cells = [
             " / ".join(str(b.get(k, "-")) for b in both) for k in ("registers", "spilled", "lines")

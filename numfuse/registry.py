@@ -33,8 +33,11 @@ _LIBRARIES = {
     "numfuse.backends.webgpu": "numfuse.adapters.webgpu",
     "numfuse.backends.cuda": "numfuse.adapters.cuda",
 }
-#: The device types of CUDA and of its managed memory in dlpack.h.
-_DLPACK_CUDA = (2, 13)
+# Libraries that differentiate, and hand over an array by DLPack without a word of its gradient: no
+# adapter of theirs is written, and a call says so.
+_LIBRARIES |= {name: f"numfuse.adapters.{name}" for name in ("mlx", "tensorflow")}
+#: Device types in dlpack.h: CUDA and its managed memory; the host, and what CUDA or ROCm pinned.
+_DLPACK_CUDA, _DLPACK_HOST = (2, 13), (1, 3, 11)
 
 
 def compose() -> None:
@@ -43,3 +46,4 @@ def compose() -> None:
     COMPILERS.update(_COMPILERS)
     ADAPTERS.update(_LIBRARIES)
     DEVICES.append(("__cuda_array_interface__", _DLPACK_CUDA, "numfuse.adapters.cuda"))
+    DEVICES.append(("", _DLPACK_HOST, "numfuse.adapters.standard"))

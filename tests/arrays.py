@@ -9,6 +9,8 @@ import numpy as np
 from numpy import ndarray
 
 LAYOUTS = ("c", "transposed", "sliced", "inner_sliced", "reversed", "offset", "zero_stride")
+#: NumPy 2.0 gives and takes the capsules of before DLPack 1, and has no `from_dlpack(device=)`.
+NUMPY_KNOWS_DLPACK_1 = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 FENCE = 37  # elements on either side; odd, so that a fenced output is on no vector boundary
 
 

@@ -36,7 +36,6 @@ from numfuse.adapters import cuda_networks, stacks  # noqa: E402
 from numfuse.backends.cuda.call.arrays import (  # noqa: E402
     DeviceArray,
     download,
-    dtype_of,
     ghost,
     upload,
 )
@@ -45,6 +44,7 @@ from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
 from numfuse.operations import OPERATIONS, Operation  # noqa: E402
 from numfuse.runtime.dispatch import AGAIN  # noqa: E402
+from numfuse.runtime.views import dtype_of  # noqa: E402
 
 if TYPE_CHECKING:
     from numfuse.fused_operations import FusedOperation

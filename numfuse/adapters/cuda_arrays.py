@@ -14,11 +14,12 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
-from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of
+from numfuse.backends.cuda.call.arrays import DeviceArray
 from numfuse.backends.cuda.call.entry import run
 from numfuse.backends.cuda.call.foreign import LIBRARIES, DLPack, Interface, Kind
 from numfuse.backends.cuda.call.record import Argument
 from numfuse.runtime.dispatch import AGAIN
+from numfuse.runtime.views import dtype_of
 
 #: Calls on tensors that are recalled, and the forms of their operands to each.
 _CALLS, _FORMS = 512, 8

@@ -17,8 +17,9 @@ from numfuse.adapters.cuda_arrays import CuPy, Torch
 from numfuse.adapters.cuda_whole import Whole, whole
 from numfuse.adapters.stacks import Array, Arrays, DeviceNetwork, refuse_kind
 from numfuse.backends.cuda.call import foreign
-from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of, ghost
+from numfuse.backends.cuda.call.arrays import DeviceArray, ghost
 from numfuse.backends.cuda.call.foreign import Kind, kind_of
+from numfuse.runtime.views import dtype_of
 
 
 class Own(Arrays):

@@ -9,6 +9,7 @@
 - `pool`: free blocks of memory, kept for the next call
 - `slabs`: the same on the host, for what a call holds between its operations
 - `views`: views of device memory, without the device
+- `dlpack`: arrays from and to other libraries without a copy
 - `strided`: strided parts of buffers of a device
 - `fingerprint`, `array_objects`: the form of a call's operands as one key, read natively
 - `replay`: recorded calls by what they depend on

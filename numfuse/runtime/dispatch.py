@@ -17,7 +17,7 @@ from numpy import generic, ndarray
 #: public functions under their own names, with the same signatures.
 ADAPTERS: dict[str, str] = {}
 #: How an array of any other library says that it is on a kind of device, and who serves it then: an
-#: attribute of its class, else DLPack with one of its device types; the adapter.
+#: attribute of its class ("": none), else DLPack with one of its device types; the adapter.
 DEVICES: list[tuple[str, tuple[int, ...], str]] = []
 
 #: What needs no adapter: the public functions compare types with these before anything else.
@@ -65,7 +65,7 @@ def adapter_of(**operands: Any) -> ModuleType | None:
         kind = type(x)
         module = _KNOWN.get(kind)
         if module is None and kind not in PLAIN:
-            module = _adapter_name(kind) or _protocol_name(x)
+            module = _adapter_name(kind) or _protocol_name(name, x)
             if _root(kind) in ADAPTERS:
                 _KNOWN[kind] = module
         if module is not None:
@@ -113,12 +113,23 @@ def _adapter_name(kind: type) -> str | None:
     return next((ADAPTERS[root] for root in roots if root in ADAPTERS), None)
 
 
-def _protocol_name(x: Any) -> str | None:
+def _protocol_name(name: str, x: Any) -> str | None:
     if isinstance(x, (ndarray, generic)):
         return None
+    kind = type(x)
     for attribute, _, adapter in DEVICES:
-        if hasattr(type(x), attribute):
+        if attribute and hasattr(kind, attribute):
             return adapter
-    place = getattr(type(x), "__dlpack_device__", None)
-    kind = None if place is None else place(x)[0]
-    return next((adapter for _, types, adapter in DEVICES if kind in types), None)
+    if not hasattr(kind, "__dlpack__"):
+        return None
+    # The protocol has both methods; what has no place of its own is of the host.
+    place = x.__dlpack_device__()[0] if hasattr(kind, "__dlpack_device__") else 1
+    for _, types, adapter in DEVICES:
+        if place in types:
+            return adapter
+    from numfuse.runtime.dlpack import DEVICES as known
+
+    raise TypeError(
+        f"{name} must be in the host's memory or on a CUDA device, got {_kind(x)} on "
+        f"{known.get(place, 'an unknown device')} (DLPack's device type {int(place)})"
+    )

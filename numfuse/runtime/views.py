@@ -15,6 +15,15 @@ from numpy import ndarray
 from numpy.lib.stride_tricks import as_strided
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return NumPy's dtype of a name; bfloat16 is that of ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
 def address(x: ndarray) -> int:
     """Return where the first element of `x` lies."""
     found: int = x.__array_interface__["data"][0]

@@ -14,12 +14,12 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from arrays import bits
+from arrays import NUMPY_KNOWS_DLPACK_1, bits
 from conftest import SIMULATED, unavailable
 from on_device import poisoned
 
 import numfuse as nf
-from numfuse.runtime import dispatch
+from numfuse.runtime import dispatch, dlpack
 
 status = nf.backends()["cuda"]
 if not status:
@@ -484,19 +484,62 @@ def test_dlpack_gives_and_takes_arrays(operands):
     out = nf.silu_mul(Foreign(), Foreign())
     assert Foreign.taken == 2
     assert same([out], [nf.silu_mul(a, a, backend="cuda")])
-    # what was exported is let go of
-    from numfuse.backends.cuda.call import dlpack
 
-    nf.synchronize(out)
-    nf.silu_mul(x, x)
-    from numfuse.backends.cuda.call import entry
 
-    entry._IN_FLIGHT.clear()
+@pytest.mark.parametrize("max_version", [None, (1, 0)])
+def test_a_capsule_lets_go_of_its_array_once_it_is_done(operands, max_version):
+    x = there(operands()[1])
+    memory = weakref.ref(x)
+    held = dlpack.Imported("x", x.__dlpack__(max_version=max_version))
+    assert (held.device, held.address, held.dtype) == ((2, 0), x.address, "float32")
+    assert held.writable and not held.copied
+    capsule = x.__dlpack__(stream=1)  # and one that nobody takes
+    del x
     gc.collect()
-    capsule = x.__dlpack__()  # and one that nobody takes
-    del capsule
+    assert memory() is not None
+    del held, capsule
     gc.collect()
-    assert not dlpack._exported
+    assert memory() is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dlpack_copies_where_it_is_asked_to(operands, dtype):
+    a = operands(dtype)[1]
+    x = there(a)[:, ::2]
+    for how, device_type in (({"dl_device": (1, 0)}, 1), ({"copy": True}, 2)):
+        held = dlpack.Imported("x", x.__dlpack__(max_version=(1, 0), **how))
+        assert held.device[0] == device_type and held.address != x.address
+        assert held.copied == NUMPY_KNOWS_DLPACK_1
+        assert held.shape == x.shape
+    if NUMPY_KNOWS_DLPACK_1 and dtype is not ml_dtypes.bfloat16:  # (of which NumPy has none)
+        assert (np.from_dlpack(x, device="cpu") == a[:, ::2]).all()
+    for how, message in (
+        ({"dl_device": (1, 0), "copy": False}, "as a copy, got copy=False"),
+        ({"dl_device": (2, 7)}, r"to its own device \(2, 0\) or, as a copy, to the host"),
+    ):
+        with pytest.raises(BufferError, match=message):
+            x.__dlpack__(**how)
+    with pytest.raises((RuntimeError, BufferError), match=r"[Uu]nsupported device"):
+        np.from_dlpack(x)  # the error of who takes it arrives, and the capsule goes
+
+
+def test_a_read_only_array_of_dlpack_is_no_output(operands):
+    x = there(operands()[1])
+    x = DeviceArray(x.memory, x.address, x.shape, x.strides, x.dtype, False)
+
+    class Foreign:
+        def __dlpack_device__(self):
+            return x.__dlpack_device__()
+
+        def __dlpack__(self, **options):
+            return x.__dlpack__(**options)
+
+    if NUMPY_KNOWS_DLPACK_1:
+        nf.silu_mul(Foreign(), Foreign())
+        with pytest.raises(ValueError, match="out must be writable, got a read-only array"):
+            nf.silu_mul(Foreign(), Foreign(), out=Foreign())
+    with pytest.raises(BufferError, match="readonly"):
+        x.__dlpack__()  # an older capsule cannot say it
 
 
 def test_the_array_interface_gives_and_takes_arrays(operands):

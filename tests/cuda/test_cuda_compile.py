@@ -561,6 +561,27 @@ def test_the_kernels_that_ask_for_registers_are_assembled_by_the_driver():
     assert launch.kernel.linked((9, 0)).startswith(b"\x7fELF")  # where it has no assembler
 
 
+def test_a_name_that_numpy_dropped_is_there_only_while_numba_cuda_is_imported():
+    """numba-cuda 0.30 overloads row_stack, which NumPy 2.5 has no more."""
+    code = (
+        "import numpy as np\n"
+        "before = vars(np).pop('row_stack', None)\n"
+        "np.__all__ = [name for name in np.__all__ if name != 'row_stack']\n"
+        "names = set(vars(np))\n"
+        "from numfuse.backends.cuda.compile import toolchain\n"
+        "import sys; assert 'numba.cuda.np.arrayobj' in sys.modules, 'or it would fail later'\n"
+        "given = set(vars(np)) - names\n"
+        "assert not given & {'row_stack', 'in1d', 'trapz'}, given\n"
+        "if before is not None:\n"
+        "    np.row_stack = before\n"
+        "    from numfuse.backends.cuda.compile.toolchain import _dropped\n"
+        "    with _dropped(): assert np.row_stack is before\n"
+        "    assert np.row_stack is before\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]
+
+
 @pytest.mark.long
 def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path):
     code = (

@@ -17,6 +17,7 @@ from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.errors import DeviceLost
+from numfuse.runtime import dlpack
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import GhostViews, address, bounds
 
@@ -29,7 +30,8 @@ class DeviceArray(GhostViews):
 
     It is an operand and a result of numfuse's functions, and has the views of a NumPy array that
     move no data: basic indexing, ``.T``, :meth:`transpose`, :meth:`reshape` (where no copy is
-    needed). :func:`numfuse.to_numpy` brings it back.
+    needed). :func:`numfuse.to_numpy` brings it back, and so does DLPack where it is asked for the
+    host: ``numpy.from_dlpack(x, device="cpu")`` is a copy.
     """
 
     __slots__ = ("buffer", "device", "dtype", "offset", "shape", "strides")
@@ -66,6 +68,27 @@ class DeviceArray(GhostViews):
         return DeviceArray(
             self.device, self.buffer, ghost.shape, ghost.strides, ghost.dtype, offset
         )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.WEBGPU, 0
+
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        # A buffer has no address: what DLPack would hand over is a handle of this process' wgpu,
+        # which no library of arrays reads.
+        if dl_device != (dlpack.CPU, 0):
+            raise BufferError(
+                f"an array on {self.device} is exported as a copy in the host's memory alone: "
+                f"dl_device must be (1, 0), as of numpy.from_dlpack(x, device='cpu'), "
+                f"got {dl_device}"
+            )
+        return dlpack.host_copy(self, max_version, copy)
 
     def alive(self) -> None:
         """Raise DeviceLost where the device is gone, BackendUnavailable where a fork forbids it."""

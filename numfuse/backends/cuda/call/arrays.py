@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.cuda.call import dlpack
 from numfuse.backends.cuda.call.memory import Block, Pool
 from numfuse.backends.cuda.driver.device import Device
+from numfuse.runtime import dlpack
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import GhostViews, address, bounds
 
@@ -25,15 +25,6 @@ _POOLS: dict[int, Pool] = {}
 def pool_of(owner: Device) -> Pool:
     """Return the pool of a device."""
     return _POOLS.get(owner.ordinal) or _POOLS.setdefault(owner.ordinal, Pool(owner))
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of a name; bfloat16 is that of ml_dtypes."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def ghost(
@@ -159,11 +150,29 @@ class DeviceArray(GhostViews):
     def __dlpack_device__(self) -> tuple[int, int]:
         return dlpack.CUDA, self.device.ordinal
 
-    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        own = self.__dlpack_device__()
+        if dl_device == (dlpack.CPU, 0):
+            return dlpack.host_copy(self, max_version, copy)
+        if dl_device not in (None, own):
+            raise BufferError(
+                f"an array on {self.device} is exported to its own device {own} or, as a copy, to "
+                f"the host (1, 0), got dl_device={dl_device}"
+            )
+        # (rare, and so by the host: the driver's copies within a device are not used elsewhere)
+        x = upload(self.device, self.to_numpy()) if copy else self
         if stream not in (None, -1, 0, 1):
             self.device.follow(stream, 0)
-            self.memory.streams = *self.memory.streams, stream
-        return dlpack.export(self)
+            x.memory.streams = *x.memory.streams, stream
+        there = dlpack.over(x, x.address, x.shape, x.strides, x.dtype, x.writable)
+        return dlpack.export(there, own, max_version, bool(copy))
 
     def to_numpy(self) -> ndarray:
         """A copy as a C-contiguous NumPy array."""

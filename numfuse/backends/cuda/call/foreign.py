@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.cuda.call import dlpack
-from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of
+from numfuse.backends.cuda.call.arrays import DeviceArray
 from numfuse.backends.cuda.call.record import Argument
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.driver.libcuda import ordinal_of
 from numfuse.backends.cuda.face import CudaBackend
+from numfuse.runtime import dlpack
 from numfuse.runtime.strided import contiguous
+from numfuse.runtime.views import dtype_of
 
 #: Python's numbers, the operands whose values a program is given with its addresses.
 NUMBERS = frozenset({int, float})
@@ -133,12 +134,11 @@ class DLPack(Kind):
     """Whatever has ``__dlpack__``."""
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
-        if x.__dlpack_device__()[0] not in (dlpack.CUDA, 13):
+        if x.__dlpack_device__()[0] not in dlpack.CUDA_TYPES:
             raise TypeError(f"{name} must be on a CUDA device, got {type(x).__qualname__}")
-        held = dlpack.take(x, 0)
-        if held.dtype is None:
-            raise TypeError(f"{name} must have dtype float64, float32, float16 or bfloat16")
-        return Argument(held.address, held.shape, held.strides, held.dtype), held.ordinal, held
+        held = dlpack.take(name, x, 1)
+        read = held.address, held.shape, held.strides, held.dtype, held.writable
+        return Argument(*read), held.device[1], held
 
 
 #: {root of the module that defines a class: its kind}; the bases of a class count.

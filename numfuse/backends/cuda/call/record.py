@@ -13,7 +13,7 @@ from numpy import ndarray
 from numfuse import epilogues
 from numfuse.backends import Call
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.call.arrays import dtype_of, ghost
+from numfuse.backends.cuda.call.arrays import ghost
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan import fused, jets, lower, networks, second_order
 from numfuse.backends.cuda.plan.product import NUMBER
@@ -22,7 +22,7 @@ from numfuse.problem import gates, product
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.operands import format_of
 from numfuse.runtime.replay import Replay
-from numfuse.runtime.views import address, bounds
+from numfuse.runtime.views import address, bounds, dtype_of
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation

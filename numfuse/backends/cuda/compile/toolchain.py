@@ -24,7 +24,7 @@ import threading
 import types as pytypes
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -40,19 +40,36 @@ from numfuse.runtime import binaries
 from numfuse.runtime.compilation import compiled
 from numfuse.runtime.lifetimes import Ties, formulas_of
 
+#: numba-cuda 0.30 overloads this function of NumPy for kernels, and NumPy 2.5 dropped it.
+_DROPPED = "row_stack"
+
+
+@contextlib.contextmanager
+def _dropped() -> Iterator[None]:
+    """Let NumPy have the name while numba-cuda is imported, where it has it no more."""
+    if hasattr(np, _DROPPED):
+        yield
+        return
+    # A function of its own: under NumPy's vstack there would be two overloads of that.
+    setattr(np, _DROPPED, lambda arrays: np.vstack(arrays))
+    try:
+        yield
+    finally:
+        delattr(np, _DROPPED)
+
 
 def _import() -> Any:
-    # numba-cuda 0.30 names functions that NumPy 2.5 dropped, to overload them for kernels.
-    for old, new in (("row_stack", "vstack"), ("in1d", "isin"), ("trapz", "trapezoid")):
-        if not hasattr(np, old) and hasattr(np, new):
-            setattr(np, old, getattr(np, new))
     # Numba itself has a module of this name, without a compiler for the newer GPUs; the package
     # numba-cuda takes its place.
     package = import_module("numba_cuda")
     version = importlib.metadata.version("numba-cuda")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (0, 30):
         raise ImportError(f"numba-cuda must be version 0.30 or newer, got {version}")
-    module: Any = import_module("numba.cuda")
+    with _dropped():
+        module: Any = import_module("numba.cuda")
+        if not import_module("numba.cuda.core.config").ENABLE_CUDASIM:
+            # (which names the function; its import could wait for the first compilation)
+            import_module("numba.cuda.np.arrayobj")
     home = pathlib.Path(str(package.__file__)).resolve().parent
     if home not in pathlib.Path(module.__file__).resolve().parents:
         raise ImportError(
