@@ -242,3 +242,19 @@ def test_a_formula_is_differentiable_compiled_and_mapped():
     found = jax.vmap(call, (None, None, 0, None, None, None))(*x[:2], shifts, *x[3:])
     singly = [call(*x[:2], shift, *x[3:]) for shift in shifts]
     close(found, jax.tree.map(lambda *y: jnp.stack(y), *singly))
+
+
+def test_an_operand_without_axes_has_a_gradient_without_axes():
+    """As an array, where 0.5 is a constant of the formula's call."""
+    formula = nf.epilogue(lambda z, row, number: nf.expr.tanh(z * number) * row)
+    a, b, row, a_dot = drawn((4, 3), (3, 2), (2,), (1, 4, 3))
+
+    def call(number):
+        return nf.matmul_epilogue_jet(a, b, formula, (row, number), a_dot).out_ddot.sum()
+
+    number = jnp.asarray(1.5)
+    for grad in (jax.grad(call), jax.jit(jax.grad(call))):
+        assert grad(number).shape == ()
+    step = 1e-5
+    slope = (call(number + step) - call(number - step)) / (2 * step)
+    np.testing.assert_allclose(jax.grad(call)(number), slope, rtol=1e-6)

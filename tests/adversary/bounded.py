@@ -183,7 +183,7 @@ class Number:
         xm, xe, ym, ye = x.m, x.e, y.m, y.e
         if r.half:  # what lies between two products may be stored
             xe, ye = (_restored(z) for z in (x, y))
-        m = xm @ ym
+        v, m = x.v @ y.v, xm @ ym
         e = n * r.u / (1 - n * r.u) * m
         if xe.any():
             e = e + xe @ ym
@@ -193,13 +193,13 @@ class Number:
             e = e + r.normal * (
                 (xm + 1).sum(axis=-1, keepdims=True) + (ym + 1).sum(axis=-2, keepdims=True)
             )
-            # (a flushed factor times an infinite one is NaN, whatever is made of that)
+            # (a flushed factor times an infinite one is NaN, and nothing is said of what follows)
             tiny, infinite = ([f(z).astype(float) for z in (xm, ym)] for f in (r.flushes, np.isinf))
-            e = np.where(tiny[0] @ infinite[1] + infinite[0] @ tiny[1] > 0, np.nan, e)
+            v = np.where(tiny[0] @ infinite[1] + infinite[0] @ tiny[1] > 0, np.nan, v)
         else:
             e = e + n * r.least
         made = Number(
-            r, x.v @ y.v, m, e, (x, y),
+            r, v, m, e, (x, y),
             lambda g: (sum_to(g @ y.t, x.shape), sum_to(x.t @ g, y.shape)),
         )  # fmt: skip
         made.terms = n

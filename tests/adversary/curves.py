@@ -88,10 +88,9 @@ def curve(f: Function, x: Number, order: int = 0, guard: bool | None = None) -> 
         c = STABLE[order] + 2 * (2 * r.division - 1)
         finite = np.isfinite(point)
         size = np.where(finite, np.abs(point), 0)
-        own = np.where(finite | np.isnan(x.e), x.e, 0)  # (NaN: it may be anything)
-        reach = own + c * r.u * size + (r.normal if r.flushed else 0)
+        reach = np.where(finite, x.e, 0) + c * r.u * size + (r.normal if r.flushed else 0)
         change = np.maximum(np.abs(value(point + reach) - v), np.abs(value(point - reach) - v))
-        e = 2 * change + own.astype(LONG) ** 2 + c * r.u * np.abs(v) + r.normal
+        e = 2 * change + np.where(finite, x.e, 0).astype(LONG) ** 2 + c * r.u * np.abs(v) + r.normal
         if order:  # (near its zeros a derivative is as accurate as its own slope is large)
             steep = np.abs(value(point + _STEP) - value(point - _STEP)) / (2 * _STEP)
             e = e + c * r.u * np.where(np.isfinite(steep), steep, 0) / (1 + size)

@@ -121,8 +121,8 @@ class _Arrays(NamedTuple):
                 found = [d for d in made if d is not None]
             else:
                 found = list(form.call.forward(x, form.arrays, False)[0])
-            return [np.ascontiguousarray(y) for y in found]
-        return [np.ascontiguousarray(y) for y in self._mapped(grads, x)]
+            return [np.asarray(y, order="C") for y in found]
+        return [np.asarray(y, order="C") for y in self._mapped(grads, x)]
 
     def _mapped(self, grads: Sequence[Any], x: list[Any]) -> list[ndarray]:
         """Return the results of a network whose operands have mapped axes.
