@@ -87,10 +87,10 @@ def main(words: list[str] | None = None) -> int:
 
         def version(name: str, what: str) -> Callable[[], Version]:
             tree = placed(what, place / name)
-            return lambda: Version(tree, given.python, place / f"{name}-kernels")
+            return lambda: Version(tree, given.python, place / f"{name}-kernels", given.only)
 
         old, new = version("base", base), version("head", given.head)
-        times, missing = measure(old, new, given.rounds, given.only)
+        times, missing = measure(old, new, given.rounds)
     if given.json:
         given.json.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
     if not times:

@@ -22,20 +22,21 @@ STRETCH = 4e-3
 #: Stretches of a case in one process, of which the fastest counts: what disturbs one can only
 #: lengthen it (docs/history.md).
 STRETCHES = 15
-#: Seconds in which a process has to be ready: an empty cache has a hundred kernels to compile.
-READY = 900
 
 
 class Version:
-    """A process of a version, in which the cases are ready to be called."""
+    """A process of a version, in which the cases are ready to be called.
 
-    def __init__(self, tree: Path, python: str, cache: Path) -> None:
+    `words` choose cases whose names hold one of them.
+    """
+
+    def __init__(self, tree: Path, python: str, cache: Path, words: Sequence[str] = ()) -> None:
         where = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH", ""))))
         # (a tree's path is in no cache's name, so two trees need two folders)
         env = os.environ | {"PYTHONPATH": where, "NUMBA_CACHE_DIR": str(cache)}
         self._log = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [python, str(WORKER), str(tree)],
+            [python, str(WORKER), str(tree), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -102,21 +103,16 @@ def measure(
     old: Callable[[], Version],
     new: Callable[[], Version],
     rounds: int,
-    words: Sequence[str] = (),
     seed: int = 0,
 ) -> tuple[dict[str, list[Triple]], dict[str, str]]:
-    """Return the seconds of every case that both versions have, and why the others were left out.
-
-    `words` choose cases whose names hold one of them.
-    """
+    """Return the seconds of every case that both versions have, and why others were left out."""
     with started([old, new]) as versions:  # compiles, and fills both caches
-        common = [case for case in versions[0].cases if case in versions[1].cases]
+        cases = [case for case in versions[0].cases if case in versions[1].cases]
         missing = {
             f"{case} ({which})": why
             for which, version in zip(("old", "new"), versions, strict=True)
             for case, why in version.missing.items()
         }
-        cases = [case for case in common if not words or any(word in case for word in words)]
         repeats = {}
         for case in cases:
             once = min(versions[0].seconds(case, 1) for _ in range(3))

@@ -1,8 +1,9 @@
 """A process that times one version, stretch by stretch, as it is told by `turns`.
 
-It is started as ``python worker.py TREE``, with the version's tree before everything else on the
-path. Lines of JSON go both ways: {"cases": ...} when it is ready; then {"case": ..., "repeats": n}
-in, {"seconds": ...} of one call out, until the input ends.
+It is started as ``python worker.py TREE WORD ...``, with the version's tree before everything else
+on the path; the words choose cases whose names hold one of them. Lines of JSON go both ways:
+{"cases": ...} when it is ready; then {"case": ..., "repeats": n} in, {"seconds": ...} of one call
+out, until the input ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def main() -> int:
         print(json.dumps(fields), file=answers, flush=True)
 
     calls, missing = {}, {}
+    words = sys.argv[2:]
     for name, make in load("cases").every():
+        if words and not any(word in name for word in words):
+            continue
         try:
             calls[name] = make()
             calls[name]()
