@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - makes "bfloat16" a name of NumPy's
 import numpy as np
 
 import numfuse as nf

@@ -5,6 +5,9 @@ new version is as fast as the old one, the three are alike, so which of them is 
 difference. So the labels are changed in all 3^rounds ways: the share of the ways in which "new"
 comes out at least as slow as it did is the chance that the machine alone gives such a result. That
 needs no assumption about the noise: neither its size nor its shape, nor that rounds are alike.
+
+A process that another program held up is far from the other two of its round. So that a few such
+rounds decide nothing, what is far counts as the middle round's width, whoever it is.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ class Verdict(NamedTuple):
     """What a case's times say."""
 
     case: str
-    #: Seconds of the old and of the new version: geometric means over the rounds.
+    #: Seconds of the old and of the new version, in the middle round.
     old: float
     new: float
-    #: The new version's time over the old one's, less 1.
+    #: The new version's time over the old one's, less 1, in the middle round.
     change: float
     #: The old version's two processes: how far apart they are in the middle round.
     spread: float
@@ -53,17 +56,19 @@ def chance(differences: np.ndarray) -> float:
 
     `differences` is (rounds, 3): logarithms of seconds, the new version's last.
     """
+    centred = differences - np.median(differences, axis=1, keepdims=True)
+    far = float(np.median(np.ptp(centred, axis=1)))  # the same for every labelling
+    near = np.clip(centred, -far, far)
     sums = np.zeros(1)
-    for row in differences:
+    for row in near:
         sums = np.add.outer(sums, row).ravel()
-    return float(np.mean(sums >= differences[:, -1].sum() - _SLACK))
+    return float(np.mean(sums >= near[:, -1].sum() - _SLACK))
 
 
 def verdict(case: str, times: Sequence[Triple], level: float, allowed: float = ALLOWED) -> Verdict:
     """Return what the rounds of a case say, at this chance of a false alarm."""
     logs = np.log(np.asarray(times, float))
-    logs -= logs.mean(axis=1, keepdims=True)  # rounds differ: by turns a machine is slow or fast
-    change = float(np.mean(logs[:, 2] - logs[:, :2].mean(axis=1)))
+    change = float(np.median(logs[:, 2] - logs[:, :2].mean(axis=1)))
     unchanged = logs - np.array((0.0, 0.0, change))
 
     def fails(drop: float) -> bool:
@@ -72,7 +77,7 @@ def verdict(case: str, times: Sequence[Triple], level: float, allowed: float = A
     steps = np.arange(round(100 * allowed), 101) / 100
     threshold = next((float(step) for step in steps if fails(float(step))), math.inf)
     seen = chance(logs)
-    old, again, new = np.exp(np.log(np.asarray(times, float)).mean(axis=0))
+    old, again, new = np.exp(np.median(logs, axis=0))
     return Verdict(
         case,
         old=math.sqrt(old * again),

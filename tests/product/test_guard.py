@@ -90,7 +90,7 @@ def test_the_threshold_follows_the_spread_and_holds(verdict):
         found = verdict.verdict("case", drawn(generator, noise, slower=0.07), level)
         thresholds.append(found.threshold)
         logs = np.log(drawn(np.random.default_rng(8), noise))
-        logs[:, 2] += logs[:, :2].mean() - logs[:, 2].mean()
+        logs[:, 2] -= np.median(logs[:, 2] - logs[:, :2].mean(axis=1))  # without a change
         edge = verdict.verdict("case", [tuple(x) for x in np.exp(logs)], level).threshold
         at, below = logs.copy(), logs.copy()
         at[:, 2] += math.log1p(edge)
@@ -109,6 +109,17 @@ def test_a_machine_that_cannot_tell_says_so(verdict):
     assert verdict.status(found) == 2
     assert sum("too noisy to tell" in line for line in verdict.table(found)) == 3
     assert verdict.status(found[1:]) == 0
+
+
+def test_a_few_rounds_that_something_held_up_decide_nothing(verdict):
+    """On either side: neither does a held-up process hide a drop, nor does it make one."""
+    generator = np.random.default_rng(11)
+    for place, slower in ((0, 0.15), (2, 0.0)):
+        times = np.array(drawn(generator, 0.01, slower=slower, rounds=9))
+        times[:2, place] *= 20
+        (found,) = verdict.verdicts({"case": [tuple(row) for row in times]})
+        assert found.slower == (slower > 0), found
+        assert found.change == pytest.approx(slower, abs=0.03)
 
 
 def test_too_few_rounds_are_refused(verdict):
