@@ -38,10 +38,17 @@ def literal(value: float, dtype: str) -> str:
         raise ValueError("a formula with a NaN constant cannot be written in WGSL")
     if np.isinf(number):
         number = np.copysign(info.max, number)
-    return f"{number!s}{_SUFFIX[dtype]}"
+    # (from str(number) the text would depend on the release of NumPy)
+    if number == 0 or 1e-4 <= abs(number) < _LONG[dtype]:
+        text = np.format_float_positional(number, trim="0")
+    else:
+        text = np.format_float_scientific(number, trim="-")
+    return f"{text}{_SUFFIX[dtype]}"
 
 
 _SUFFIX = {"float32": "f", "float64": "lf"}
+#: From here on a number has an exponent: its last digits as a whole number would say nothing.
+_LONG = {"float32": 2.0**24, "float64": 1e16}
 
 
 @functools.cache

@@ -23,7 +23,7 @@ import numpy as np
 import once
 import pytest
 from arrays import address
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numba import types
 from tolerance import DTYPES
@@ -405,6 +405,10 @@ def test_blocks_of_k_are_whole_steps_and_as_few_as_fit(k, kind):
     m=sizes, n=sizes, k=sizes, batch=st.integers(1, 50), sums=st.integers(1, 5),
     threads=st.integers(1, 64), r=st.sampled_from(REGISTERS), by_columns=st.booleans(),
     column_sums=st.booleans(),
+)  # fmt: skip
+@example(  # tiles that do not divide the widest plane
+    m=1, n=8161, k=1, batch=1, sums=2, threads=1, by_columns=False, column_sums=False,
+    r=next(r for r in REGISTERS if r.nr == 12),
 )  # fmt: skip
 def test_cells_tile_the_output_within_bounded_workspaces(
     m, n, k, batch, sums, threads, r, by_columns, column_sums

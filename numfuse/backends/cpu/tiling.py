@@ -310,13 +310,13 @@ def gemm(
     kc = k_block(k, r.itemsize, r.kind)
     nc_limit = int(level2_bytes() * BLOCK_SHARE) // (kc * r.factor) // r.nr * r.nr
     # At least a panel, and no wider than a plane: with a small K the strips would grow instead.
-    nc_limit = max(r.nr, min(nc_limit, PLANE_COLUMNS // r.nr * r.nr))
+    nc_limit = max(r.nr, min(nc_limit, widest := PLANE_COLUMNS // r.nr * r.nr))
     single = sums == 1 and k <= kc
     best: tuple[float, Tiling] | None = None
     for split_n in range(1, max(1, min(CELLS * threads, -(-n // r.nr))) + 1):
         cell_n = round_up(-(-n // split_n), r.nr) if n else r.nr
         if not single:
-            cell_n = min(cell_n, PLANE_COLUMNS)
+            cell_n = min(cell_n, widest)
         cells_n = max(1, -(-n // cell_n))
         blocks = max(1, -(-cell_n // nc_limit))
         nc = round_up(-(-cell_n // blocks), r.nr)
