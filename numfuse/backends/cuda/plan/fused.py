@@ -142,7 +142,7 @@ def _two_terms(
     views = {"x": x, "y": y, "x1": x1, "y1": y1, "out": out}
     sizes = x.shape[-2], y.shape[-1], x.shape[-1]
     how = sizes, p.batch, range(len(p.batch)), views, p.acc_dtype.name
-    return batches.launch(rec, *how, free=free)[1] >= 0
+    return batches.launch(rec, *how, free=free, whole=not free)[1] >= 0
 
 
 # --- the epilogue ---------------------------------------------------------------------------------
@@ -262,7 +262,9 @@ class _Elements:
         k = views["x"].shape[-1]
         how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
         epilogue = self._epilogue(results, ("z", "z1")[: len(accumulators)])
-        return batches.launch(self.rec, *how, epilogue=epilogue, sums=sums)
+        # a sum has the bits that it has beside another one, in one product
+        whole = p.width > 1 and takes_rich(p.dtype.name, self.rec.device.info)
+        return batches.launch(self.rec, *how, epilogue=epilogue, sums=sums, whole=whole)
 
     def _product(self, name: str, pair: tuple[str, str]) -> None:
         """Record the product whose sum is an input, and at its end what can be made of it there.

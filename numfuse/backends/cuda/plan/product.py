@@ -107,9 +107,12 @@ class Product(Keyed):
     #: The unrounded results are summed by column in every row of blocks, in a fixed order, to
     #: sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
     sums: bool = False
-    #: K may be cut into planes, which the tier's own launch joins in a fixed order: d_b, whose K is
-    #: the problem's M, of which the order of a sum may depend.
+    #: K is the problem's M, of which the order of a sum may depend (d_b): it is cut into parts by
+    #: the sizes of one place, whatever the others are. Any other product is cut where blocks are
+    #: fewer than multiprocessors (`kernels.planes`).
     free: bool = False
+    #: K may not be cut, whatever that saves: another product makes the same sum in one piece.
+    whole: bool = False
 
     @property
     def extra_name(self) -> str:
@@ -190,6 +193,8 @@ class Plan:
     workspace: int = 0
     #: Rows of one row of blocks of the column sums.
     block_m: int = 0
+    #: Parts of K that are planes in memory.
+    parts: int = 1
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,15 @@ def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
     """The first tier that takes it, and how it runs it; None of one that no tier takes.
 
     One tier takes rich products, and those alone of which it also takes the bare one: a sum has the
-    same bits whatever is made of it, and whether it is made with another one or not.
+    same bits whatever is made of it, and whether it is made with another one or not; so none of a
+    sum that is cut alone is in one piece here.
     """
     if product.is_rich:
         nothing = dict.fromkeys(("x1", "y1", "bias", "bias1", "extra", "pre", "pre1"))
         single = replace(product, epilogue=sum_of_terms(0), **nothing)  # type: ignore[arg-type]
-        twofold = choose(single, info) if product.k else None
-        plan = WGMMA.take(product, info) if twofold and twofold[0] is WGMMA else None
+        alone = choose(single, info) if product.k else None
+        same = alone is not None and alone[0] is WGMMA and (product.free or alone[1].parts == 1)
+        plan = WGMMA.take(product, info) if same else None
         return None if plan is None else (WGMMA, plan)
     for tier in TIERS if product.k else (MIRROR,):
         plan = tier.take(product, info)
