@@ -61,9 +61,10 @@ PASS_AHEAD = 4
 #: alone the 264 planes of a 64 x 64 d_b took an H200 12.7 us, half as long as their product.
 JOIN_AHEAD = 16
 JOIN_THEN = 4
-#: The same where planes are finished by an epilogue: mostly there are 2 to 16 of them.
-FINISH_AHEAD = 8
-FINISH_THEN = 2
+#: The same where planes are finished by an epilogue: from so many on as in a join, and where there
+#: are fewer, which is mostly so.
+FINISH_DEEP = 16
+FINISH_FEW = 8, 2
 #: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).
 JOIN_LANES = 16
 #: Planes from which on they do.
@@ -227,11 +228,12 @@ THIN_SLICE = 16384
 THIN_STAGES = 8
 
 
-#: Where its columns are fewer than multiprocessors K is cut into parts of at least so many values:
-#: twice those that are on their way at once. The bytes that a multiprocessor takes in a cycle, and
-#: all of them from memory (an H200's 4 TB/s at 1.75 GHz); fused multiply-adds of float32 of one in
-#: a cycle, of float64 half as many. (Formulas of a machine: no GPU has timed this yet.)
-THIN_PART = 2048
+#: Where blocks are fewer than multiprocessors K is cut into parts of at least so many values, as
+#: many as are on their way at once; a part begins in the time of so many. The bytes that a
+#: multiprocessor takes in a cycle, and all of them from memory (an H200's 4 TB/s at 1.75 GHz);
+#: fused multiply-adds of float32 of one in a cycle, of float64 half as many. (Formulas of a
+#: machine: no GPU has timed this yet.)
+THIN_PART, THIN_FILL = 1024, 512
 THIN_BYTES, MEMORY_BYTES = 64, 2300
 FMAS = 128
 
@@ -249,7 +251,8 @@ def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: i
     line = 32 * itemsize
     cycles = max(line / THIN_BYTES, 32 * rows * itemsize / 4 / FMAS)
     least = blocks * line / MEMORY_BYTES
-    one, cut = k * max(cycles, least), k * max(cycles / parts, least) + LAUNCH_COST / FMAS
+    one = k * max(cycles, least)
+    cut = k * max(cycles / parts, least) + THIN_FILL * cycles + LAUNCH_COST / FMAS
     return parts if cut < SPLIT_GAIN * one else 1
 
 
@@ -369,11 +372,11 @@ def block(
 
     It has the least work on the multiprocessor that has the most. Where the sum is `free`, the
     parts depend on the sizes of one place: an element of a batch gives what it gives alone. Else
-    there is one part, but where blocks of all places are fewer than multiprocessors, and parts save
-    much (never where K shall stay `whole`).
+    there is one part, but where the first tile's blocks of all places are fewer than
+    multiprocessors, and parts save much (never where K shall stay `whole`).
     """
     best = _cheapest(tiles, m, n, k, 1 if free else places, PART if free else 0, multiprocessors)
-    blocks = -(-m // best[1].block_m) * -(-n // best[1].block_n) * places
+    blocks = -(-m // tiles[0].block_m) * -(-n // tiles[0].block_n) * places
     if not (free or whole) and blocks < multiprocessors:
         cut = _cheapest(tiles, m, n, k, places, SPLIT_PART, multiprocessors)
         if cut[0] < SPLIT_GAIN * best[0]:

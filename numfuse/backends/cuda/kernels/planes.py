@@ -147,13 +147,15 @@ def finished(
     threads = threads_of(info)
     lanes = threads // tiling.RUN if info.capability[0] else tiling.SIMULATED_TILE.block_n
     load, _ = _accesses(acc, acc, values)
+    few, deep = tiling.FINISH_FEW, (tiling.JOIN_AHEAD, tiling.JOIN_THEN)
+    ahead, then = deep if depth >= tiling.FINISH_DEEP else few
     bindings = parts_of(p) | {
         "THREADS": threads,
         "ROWS": tiling.RUN,
         "LANES": lanes,
         "VALUES": values,
-        "AHEAD": tiling.FINISH_AHEAD,
-        "THEN": tiling.FINISH_THEN,
+        "AHEAD": ahead,
+        "THEN": then,
         "OVERLAPS": overlaps,
         "REAL": getattr(types, acc),
         "ZERO": np.dtype(acc).type(0),
