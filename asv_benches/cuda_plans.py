@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partialmethod
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ from numfuse.backends.cuda.plan.product import DeviceInfo, Launch
 from numfuse.backends.cuda.plan.program import Recorder, View, strides_of
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.fused import FusedProblem
+from numfuse.problem.jets import JetProblem
 from numfuse.runtime.replay import Replay
 
 GPUS = {
     "h100": DeviceInfo("NVIDIA H100 80GB HBM3", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20),
     "h200": DeviceInfo("NVIDIA H200", (9, 0), 132, 227 << 10, 228 << 10, 60 << 20),
     "a100": DeviceInfo("NVIDIA A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20),
+    "rtx3090": DeviceInfo("NVIDIA GeForce RTX 3090", (8, 6), 82, 99 << 10, 100 << 10, 6 << 20),
     "rtx4090": DeviceInfo("NVIDIA GeForce RTX 4090", (8, 9), 128, 99 << 10, 100 << 10, 72 << 20),
     "t4": DeviceInfo("Tesla T4", (7, 5), 40, 64 << 10, 64 << 10, 4 << 20),
 }
@@ -71,8 +74,13 @@ class Planner(OneRun):
     def traits(self) -> Traits:
         return Traits(grad_pre=("float16", "bfloat16"), order=("tier", "axes", "saved"))
 
+    jet = partialmethod(OneRun._run, "jet")
+
     def run(self, kind: str, p: Any) -> None:
-        names = tuple(p.arrays) if isinstance(p, FusedProblem) else sum(FIELDS[kind], ())
+        if isinstance(p, FusedProblem | JetProblem):
+            names = tuple(x for x in p.arrays if x != "weights")
+        else:
+            names = sum(FIELDS[kind], ())
 
         def bind(rec: Recorder, name: str, x: np.ndarray) -> View:
             steps = strides_of(x)
@@ -85,7 +93,7 @@ class Planner(OneRun):
 _ADDRESSES = itertools.count(1 << 44, 1 << 40)
 
 
-def _absent(dtype: str, *shape: int, turned: bool = False) -> np.ndarray:
+def absent(dtype: str, *shape: int, turned: bool = False) -> np.ndarray:
     """Return an array of memory that is not there."""
     kind = dtype_of(dtype)
     stored = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
@@ -97,25 +105,30 @@ def _absent(dtype: str, *shape: int, turned: bool = False) -> np.ndarray:
 
 def planned(case: Case, info: DeviceInfo) -> tuple[str, list[Launch]]:
     """Return the tiers, kernel and tile of a case on such a device, and its launches."""
+    planner = Planner(info)
+    call(case, planner)
+    told = nf.last_call()
+    return f"{told.tier}: {told.kernel}, {told.tiling}", planner.device.launches
+
+
+def call(case: Case, planner: Planner) -> None:
+    """Make the call of a case on arrays that are not there."""
     dtype, lead = NAMES[case.dtype], (case.batch,) if case.batch else ()
     acc = "float64" if case.dtype == "f64" else "float32"
     own = () if case.shared else lead
     gated, backward = case.operation.startswith("gated"), "backward" in case.operation
-    planner = Planner(info)
-    a = _absent(dtype, *lead, case.m, case.k)
+    a = absent(dtype, *lead, case.m, case.k)
     count = 1 + gated
-    weights = [_absent(dtype, *own, case.k, case.n, turned=case.turned) for _ in range(count)]
-    biases = [_absent(dtype, case.n) if case.bias else None for _ in range(count)]
+    weights = [absent(dtype, *own, case.k, case.n, turned=case.turned) for _ in range(count)]
+    biases = [absent(dtype, case.n) if case.bias else None for _ in range(count)]
     out = (*lead, case.m, case.n)
     options: dict[str, Any] = {"backend": planner}
     if "saved" in case.operation:
-        pres = [_absent(dtype if gated else acc, *out) for _ in range(count)]
+        pres = [absent(dtype if gated else acc, *out) for _ in range(count)]
         options["pre_activation"] = tuple(pres) if gated else pres[0]
-    given = [*([_absent(dtype, *out)] if backward else []), a, *weights, *biases, case.activation]
-    call: Any = {
+    given = [*([absent(dtype, *out)] if backward else []), a, *weights, *biases, case.activation]
+    function: Any = {
         (False, False): nf.matmul_bias_activation, (False, True): nf.matmul_bias_activation_bwd,
         (True, False): nf.matmul_activation_mul, (True, True): nf.matmul_activation_mul_bwd,
     }[gated, backward]  # fmt: skip
-    call(*given, **options)
-    told = nf.last_call()
-    return f"{told.tier}: {told.kernel}, {told.tiling}", planner.device.launches
+    function(*given, **options)
