@@ -392,5 +392,10 @@ NETWORK_TILES = {
     "float32": ((32, 4, 128, 2), (64, 8, 128, 2), (128, 8, 256, 1)),
     "float64": ((32, 4, 128, 2), (64, 4, 256, 1)),
 }
+#: The same before 9.0: with eight columns a thread of the second backward spills (100 bytes).
+NETWORK_OLDER = {
+    "float32": ((32, 4, 128, 2), (64, 4, 256, 1), (128, 8, 256, 1)),
+    "float64": NETWORK_TILES["float64"],
+}
 #: Rows of a point, columns of x and of the last layer, at most: what a thread keeps of them.
 NETWORK_MEMBERS, NETWORK_INPUTS, NETWORK_OUTPUTS = 8, 8, 8

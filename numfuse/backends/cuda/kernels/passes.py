@@ -168,7 +168,7 @@ def slopes(
     chosen = epilogue.select(epilogue.results[0][0])
     short = out is not None and is_short(accumulator, out.dtype)
     values = 16 // extra.itemsize
-    wide = bool(info.capability[0]) and all(
+    wide = info.moves_wide((extra.dtype,)) and all(
         x is None or (x.in_wholes(n, 16 // x.itemsize) and n % values == 0)
         for x in (pre, extra, out)
     )

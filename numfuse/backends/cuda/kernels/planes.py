@@ -138,10 +138,9 @@ def finished(
     p, acc = product, product.accumulator
     size = intrinsics.itemsize(acc)
     values = 16 // size
-    # (older devices round to bfloat16 by integers, value by value)
-    wide = info.capability >= (8, 0) and all(step % values == 0 for step in steps)
     repeated = p.extra is not None and not p.extra.strides[2]
     others = p.out, p.pre, None if repeated else p.extra
+    wide = info.moves_wide((p.out.dtype,)) and all(step % values == 0 for step in steps)
     if not wide or p.n % values or not all(o is None or o.in_wholes(p.n, values) for o in others):
         values = 1
     threads = threads_of(info)

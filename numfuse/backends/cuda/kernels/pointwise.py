@@ -157,7 +157,7 @@ def launch(
     dtypes.discard(NUMBER)
     words = " ".join(f"from_{x.name}" for x in sources if x.dtype == NUMBER)
     threads, grid = threads_of(info), grid_of(size, info)
-    if info.capability[0] and alignment >= 16 and len(dtypes) == 1:
+    if alignment >= 16 and len(dtypes) == 1 and info.moves_wide(dtypes):
         (dtype,) = dtypes
         itemsize = intrinsics.itemsize(dtype)
         vectors = tiling.GATE_VECTORS[itemsize][len(sources) + len(results) > 3]

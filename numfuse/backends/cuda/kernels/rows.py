@@ -235,8 +235,8 @@ def launch(
     arrays = {slot: operands[slot] for slot in slots}
     values = 16 // min((x.itemsize for x in arrays.values()), default=16)
     if (
-        not info.capability[0]
-        or n % values
+        n % values
+        or not info.moves_wide({x.dtype for x in arrays.values()})
         or not all(x.in_wholes(n, 16 // x.itemsize) for x in arrays.values() if x.strides[2])
     ):
         values = 1
