@@ -253,7 +253,7 @@ def gated(m, n, k, dtype, *, results=("out",), biases=True, grad=False, alignmen
 def finish(info, dtype, n, **features):
     """What comes behind three parts of a layer's sum, or of its slope's."""
     made = product(300, n, 7000, dtype, function="gelu", **features)
-    return planes.Planes.of(made, 3).joined(made, info)[0]
+    return planes.Planes.of(made, 3).plan((), info, "", 0).launches
 
 
 def slopes(dtype, pre):

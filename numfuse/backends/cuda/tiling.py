@@ -101,10 +101,7 @@ SPLIT_GAIN = 0.85
 
 
 def parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
-    """(length, number) of the parts of a sum over `k`, for a result of so many blocks.
-
-    Of the mirror, whose parts are as long in every product that is cut.
-    """
+    """(length, number) of the parts of a sum over `k`, for so many blocks of the mirror's."""
     wanted = BLOCKS_PER_MULTIPROCESSOR * multiprocessors // max(1, blocks)
     parts = max(1, min(wanted, k // PART))
     part = round_up(-(-k // parts), block_k) if parts > 1 else k

@@ -191,7 +191,7 @@ def take(product: Product, device: DeviceInfo) -> Plan:
     if product.free or (busy < device.multiprocessors and not product.whole):
         part, parts = tiling.parts(busy, product.k, device.multiprocessors, tile.block_k)
     planes = Planes.of(product, parts)
-    p = planes.bare(product)
+    p = planes.stored
     arguments = ARGUMENTS(
         x=in_elements(Slot("x"), p.x),
         y=in_elements(Slot("y"), p.y),
@@ -202,13 +202,11 @@ def take(product: Product, device: DeviceInfo) -> Plan:
         parts=parts,
         x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
         y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
-        **finishing(p, planes.operand, planes.slot, in_elements),
+        **finishing(p, p.out, planes.slot, in_elements),
     )
     grid = (blocks * p.places * parts, 1, 1)
-    launch = Launch(_kernel(p, tile, planes.operand.dtype), grid, arguments)
-    joined, workspace = planes.joined(product, device)
-    rows = planes.block_m(tile.block_m)
-    return Plan((launch, *joined), planes.shown(tile), workspace, rows, parts)
+    launch = Launch(_kernel(p, tile, p.out.dtype), grid, arguments)
+    return planes.plan((launch,), device, tile, tile.block_m)
 
 
 MIRROR = Tier("mirror", take)

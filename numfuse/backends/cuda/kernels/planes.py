@@ -26,7 +26,15 @@ from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_bytes, parts_of
 from numfuse.backends.cuda.kernels.joins import add_planes, corrected
 from numfuse.backends.cuda.kernels.passes import one_value, store_one, threads_of
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
+from numfuse.backends.cuda.plan.product import (
+    WIDE_SINCE,
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+)
 from numfuse.epilogues import sum_of_terms
 from numfuse.language.curves import leaf
 
@@ -140,7 +148,8 @@ def finished(
     values = 16 // size
     repeated = p.extra is not None and not p.extra.strides[2]
     others = p.out, p.pre, None if repeated else p.extra
-    wide = info.moves_wide((p.out.dtype,)) and all(step % values == 0 for step in steps)
+    wide = info.capability >= WIDE_SINCE[p.out.dtype]
+    wide = wide and all(step % values == 0 for step in steps)
     if not wide or p.n % values or not all(o is None or o.in_wholes(p.n, values) for o in others):
         values = 1
     threads = threads_of(info)
@@ -188,7 +197,9 @@ def finished(
 class Planes:
     """Where the parts of a product's sum are stored; the only part of one goes to the result."""
 
-    operand: Operand
+    product: Product
+    #: What the kernel makes: the product, or where K is cut its bare sums, the planes.
+    stored: Product
     slot: Slot
     parts: int
     #: From a place, a part and a row to the next, in values.
@@ -199,55 +210,46 @@ class Planes:
         """Return the planes behind so many bytes of the workspace, those of a place together."""
         p = product
         if parts == 1:
-            return cls(p.out, Slot("out"), parts)
-        plane = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16)
+            return cls(p, p, Slot("out"), parts)
         steps = parts * p.m * p.n, p.m * p.n, p.n
-        return cls(plane, Slot("work", workspace), parts, steps)
+        return cls(p, _bare(p, p.n), Slot("work", workspace), parts, steps)
 
     @classmethod
     def padded(cls, product: Product, parts: int) -> Planes:
         """Return the planes of which rows are whole 16 bytes, those of a part together."""
         p = product
         if parts == 1:
-            return cls(p.out, Slot("out"), parts)
+            return cls(p, p, Slot("out"), parts)
         pitch = tiling.round_up(p.n, 16 // intrinsics.itemsize(p.accumulator))
-        plane = Operand(p.accumulator, (p.m * pitch, pitch, 1), 16)
         steps = p.m * pitch, p.places * p.m * pitch, pitch
-        return cls(plane, Slot("work"), parts, steps)
+        return cls(p, _bare(p, pitch), Slot("work"), parts, steps)
 
-    @property
-    def is_cut(self) -> bool:
-        """Return whether there is more than one part."""
-        return self.parts > 1
+    def plan(
+        self,
+        launches: tuple[Launch, ...],
+        info: DeviceInfo,
+        tile: Any,
+        block_m: int,
+        workspace: int = 0,
+        overlaps: bool = False,
+    ) -> Plan:
+        """Return the plan of these launches, and of those that make the result of the planes.
 
-    def bare(self, product: Product) -> Product:
-        """Return the product that stores the planes: where K is cut it has no epilogue."""
-        if not self.is_cut:
-            return product
-        made = replace(product, epilogue=sum_of_terms(0), out=self.operand, sums=False)
-        return replace(made, bias=None, extra=None, pre=None, bias1=None, pre1=None)
-
-    def block_m(self, block_m: int) -> int:
-        """Return the rows of one row of blocks of the column sums; `block_m`: where it is whole."""
-        return tiling.RUN if self.is_cut else block_m
-
-    def shown(self, tile: Any) -> Any:
-        """Return a tile as `last_call` shows it."""
-        return f"{tile}, K in {self.parts} parts" if self.is_cut else tile
-
-    def joined(
-        self, product: Product, info: DeviceInfo, overlaps: bool = False
-    ) -> tuple[tuple[Launch, ...], int]:
-        """Return the launches that make the result of the planes, and the end of the workspace.
-
-        `overlaps`: the planes are padded, and the first launch may begin before the one before it
-        has ended.
+        `tile` and `block_m` are those of a product that is not cut, `workspace` are the bytes that
+        `launches` use. `overlaps`: the planes are padded, and the launch behind may begin before
+        the one before it has ended.
         """
-        p, acc = product, product.accumulator
-        if not self.is_cut:
-            return (), 0
-        itemsize = self.operand.itemsize
-        end = self.slot.offset + p.places * self.parts * self.operand.strides[0] * itemsize
+        if self.parts == 1:
+            return Plan(launches, tile, workspace, block_m)
+        joined, end = self._joined(info, overlaps)
+        shown = f"{tile}, K in {self.parts} parts"
+        workspace = max(workspace, end)
+        return Plan((*launches, *joined), shown, workspace, tiling.RUN, self.parts)
+
+    def _joined(self, info: DeviceInfo, overlaps: bool) -> tuple[tuple[Launch, ...], int]:
+        """Return the launches that make the result of the planes, and the end of the workspace."""
+        p, acc, itemsize = self.product, self.product.accumulator, self.stored.out.itemsize
+        end = self.slot.offset + p.places * self.parts * self.stored.out.strides[0] * itemsize
         graphs = p.epilogue.graphs
         if p.sums or len(graphs) > 1 or graphs[0] is not leaf("z"):
             return (finished(p, info, self.slot, self.parts, self.steps, overlaps),), end
@@ -260,3 +262,10 @@ class Planes:
         stage = Slot("work", -(-end // 256) * 256)
         launches, staged = joins.joins(info, acc, self.slot, p.out, lengths, stage)
         return launches, stage.offset + staged
+
+
+def _bare(product: Product, pitch: int) -> Product:
+    """Return the product that stores planes with rows of so many values: it has no epilogue."""
+    plane = Operand(product.accumulator, (product.m * pitch, pitch, 1), 16)
+    made = replace(product, epilogue=sum_of_terms(0), out=plane, sums=False)
+    return replace(made, bias=None, extra=None, pre=None, bias1=None, pre1=None)

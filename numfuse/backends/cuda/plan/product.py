@@ -6,7 +6,7 @@ fixed but the addresses; a plan that is kept launches again with other addresses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +30,6 @@ class DeviceInfo:
     shared_per_block: int
     shared_per_multiprocessor: int
     l2_bytes: int
-
-    def moves_wide(self, dtypes: Container[str]) -> bool:
-        """Return whether arrays of these dtypes are read and written by 16 bytes at a time.
-
-        The simulator has no such accesses. Before 8.0 no instruction rounds to bfloat16, which
-        `elements` does by the bits, value by value.
-        """
-        rounds = self.capability >= (8, 0) or "bfloat16" not in dtypes
-        return self.capability[0] > 0 and rounds
 
 
 @dataclass(frozen=True)
@@ -78,6 +69,10 @@ class Operand:
 
 #: What takes the place of a dtype where the word that a launch is given as an address is a number.
 NUMBER = "number"
+#: The capability from which on arrays of a dtype are read and written by 16 bytes. The simulator
+#: has no such accesses; before 8.0 no instruction rounds to bfloat16, which `elements` does by the
+#: bits, value by value.
+WIDE_SINCE = {"float64": (1, 0), "float32": (1, 0), "float16": (1, 0), "bfloat16": (8, 0)}
 #: {storage dtype: bytes}
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 

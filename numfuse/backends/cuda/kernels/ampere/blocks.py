@@ -174,8 +174,8 @@ def plan(
     cluster = parts if clustered else 1
     parts //= cluster
     planes = Planes.of(product, parts, workspace)
-    p = planes.bare(product)
-    block = _block(p, device, engine, planes.operand, cluster, chain < min(part, p.k))
+    p = planes.stored
+    block = _block(p, device, engine, p.out, cluster, chain < min(part, p.k))
     arguments = ARGUMENTS(
         x=in_bytes(slots[0], p.x),
         y=in_bytes(slots[1], p.y),
@@ -186,7 +186,7 @@ def plan(
         parts=parts,
         chain=chain,
         first=first,
-        **finishing(p, planes.operand, planes.slot, in_bytes),
+        **finishing(p, p.out, planes.slot, in_bytes),
     )
     blocks = -(-p.m // tile.block_m) * -(-(p.n - first) // tile.block_n)
     launch = Launch(
@@ -196,10 +196,8 @@ def plan(
         block.shared_bytes(p.accumulator),
         cluster,
     )
-    joined, staged = planes.joined(product, device)
-    shown = planes.shown(tile) if cluster == 1 else f"{tile}, K in clusters of {cluster}"
-    launches, rows = (*before, launch, *joined), planes.block_m(tile.block_m)
-    return Plan(launches, shown, max(workspace, staged), rows, parts)
+    shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
+    return planes.plan((*before, launch), device, shown, tile.block_m, workspace)
 
 
 def _block(

@@ -259,8 +259,7 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
     part = tiling.round_up(-(-p.k // parts), made.depth)
     parts = -(-p.k // part)
     planes = Planes.of(product, parts)
-    p = planes.bare(product)
-    joined, workspace = planes.joined(product, device)
+    p = planes.stored
     arguments = ARGUMENTS(
         x=in_bytes(Slot("x"), p.x),
         y=in_bytes(Slot("y"), p.y),
@@ -272,9 +271,8 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
         **finishing(p, p.out, planes.slot, in_bytes),
     )
     grid = (-(-p.n // COLUMNS), p.places * parts, 1)
-    launch = Launch(_kernel(made, p, planes.is_cut), grid, arguments, stages * made.slice_bytes)
-    rows = planes.block_m(p.m)
-    return Plan((launch, *joined), planes.shown(made), workspace, rows, parts)
+    launch = Launch(_kernel(made, p, parts > 1), grid, arguments, stages * made.slice_bytes)
+    return planes.plan((launch,), device, made, p.m)
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:

@@ -126,8 +126,8 @@ def plan_with(
         return None
     x, y = found["x"], found["y"]
     planes = Planes.padded(product, parts)
-    joined, workspace = planes.joined(product, device, overlaps=True)
-    product, out = planes.bare(product), planes.operand
+    product = planes.stored
+    out = product.out
     ways = _ways(product, out, min(64, columns))
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.planes * sum(
@@ -160,13 +160,9 @@ def plan_with(
     )
     grid = (min(units, device.multiprocessors), 1, 1)
     launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
-    return Plan(
-        (*(made for f in found.values() for made in f.launches), launch, *joined),
-        planes.shown(f"{tile}, {gemm.stages} stages"),
-        workspace,
-        planes.block_m(64 * tile.halves),
-        parts,
-    )
+    launches = (*(made for f in found.values() for made in f.launches), launch)
+    shown = f"{tile}, {gemm.stages} stages"
+    return planes.plan(launches, device, shown, 64 * tile.halves, overlaps=True)
 
 
 class _Ways(NamedTuple):
