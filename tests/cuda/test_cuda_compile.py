@@ -250,10 +250,10 @@ def gated(m, n, k, dtype, *, results=("out",), biases=True, grad=False, alignmen
     )  # fmt: skip
 
 
-def finish(info, dtype, n, **features):
-    """What comes behind three parts of a layer's sum, or of its slope's."""
+def finish(info, dtype, n, parts, **features):
+    """What comes behind the parts of a layer's sum, or of its slope's."""
     made = product(300, n, 7000, dtype, function="gelu", **features)
-    return planes.Planes.of(made, 3).plan((), info, "", 0).launches
+    return planes.Planes.of(made, parts).plan((), info, "", 0).launches
 
 
 def slopes(dtype, pre):
@@ -347,13 +347,13 @@ CASES = [
         for info in (HOPPER, TURING)
     ],
     *[
-        Case(f"finish {dtype}, {n}, {info.name}", finish(info, dtype, n, **features), info,
-             instructions, 64)
-        for dtype, n, info, features, instructions in (
-            ("float32", 100, ADA, {"pre": "float32"}, ("st.global.v4.f32",)),
-            ("float64", 101, HOPPER, {"slope": True}, ("fma.rn.f64", "st.shared.f64")),
-            ("bfloat16", 104, HOPPER, {"slope": True}, ("ld.global",)),
-            ("bfloat16", 104, TURING, {"slope": True}, ("ld.global",)),
+        Case(f"finish {dtype}, {n}, {info.name}", finish(info, dtype, n, parts, **features), info,
+             instructions, 128)
+        for dtype, n, parts, info, features, instructions in (
+            ("float32", 100, 20, ADA, {"pre": "float32"}, ("st.global.v4.f32",)),
+            ("float64", 101, 3, HOPPER, {"slope": True}, ("fma.rn.f64", "st.shared.f64")),
+            ("bfloat16", 104, 20, HOPPER, {"slope": True}, ("ld.global",)),
+            ("bfloat16", 104, 3, TURING, {"slope": True}, ("ld.global",)),
         )
     ],
     taken("few rows, cut", FEW_ROWS, product(16, 512, 65536, "float32", function="gelu"), ADA,
@@ -425,6 +425,7 @@ CASES = [
         for backward in (False, True)
         for seconds in ((1, 2) if dtype == "float32" else (1,))
     ],
+    Case("jet float64 backward, 2, before 9.0", (jet(ADA, "float64", True),), ADA, (), 128),
     *[
         Case(f"jet {dtype} backward of a first layer, {count}",
              (jet(info, dtype, True, 1, apart=count),), info, ("ld.global", "st.global"),

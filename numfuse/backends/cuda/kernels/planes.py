@@ -179,7 +179,8 @@ def finished(
     if p.pre is not None:
         bindings["STORE_PRE"] = _accesses(p.pre.dtype, acc, values)[1]
     name = f"finish {p.epilogue.name}"
-    made = kernel_of(finish_planes, FINISH, bindings, threads=threads, name=name)
+    # (a count of blocks keeps the assembler from spilling for more of them)
+    made = kernel_of(finish_planes, FINISH, bindings, threads=threads, blocks=2, name=name)
     row_blocks, column_blocks = -(-p.m // tiling.RUN), -(-p.n // (lanes * values))
     place, plane, row = (step * size for step in steps)
     arguments = FINISH(
