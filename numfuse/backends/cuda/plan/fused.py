@@ -24,7 +24,7 @@ from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
-from numfuse.backends.cuda.plan.tiers import takes_rich
+from numfuse.backends.cuda.plan.tiers import stay_whole, takes_rich
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import inputs as leaves_of
 from numfuse.language.curves import leaf, rebuilt, replace_leaves
@@ -142,7 +142,7 @@ def _two_terms(
     views = {"x": x, "y": y, "x1": x1, "y1": y1, "out": out}
     sizes = x.shape[-2], y.shape[-1], x.shape[-1]
     how = sizes, p.batch, range(len(p.batch)), views, p.acc_dtype.name
-    return batches.launch(rec, *how, free=free, whole=not free)[1] >= 0
+    return batches.launch(rec, *how, free=free)[1] >= 0
 
 
 # --- the epilogue ---------------------------------------------------------------------------------
@@ -263,7 +263,8 @@ class _Elements:
         how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
         epilogue = self._epilogue(results, ("z", "z1")[: len(accumulators)])
         # a sum has the bits that it has beside another one, in one product
-        whole = p.width > 1 and takes_rich(p.dtype.name, self.rec.device.info)
+        sizes = p.m, p.n, k, prod(p.batch)
+        whole = p.width > 1 and stay_whole(p.dtype.name, self.rec.device.info, *sizes)
         return batches.launch(self.rec, *how, epilogue=epilogue, sums=sums, whole=whole)
 
     def _product(self, name: str, pair: tuple[str, str]) -> None:

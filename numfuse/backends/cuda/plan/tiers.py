@@ -10,6 +10,7 @@ from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
 from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
 from numfuse.backends.cuda.kernels.hopper.factors import HALF
 from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, available
+from numfuse.backends.cuda.kernels.hopper.tiling import hopper_cut
 from numfuse.backends.cuda.kernels.mirror import MIRROR
 from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier
 from numfuse.epilogues import sum_of_terms
@@ -21,6 +22,18 @@ TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR
 def takes_rich(dtype: str, info: DeviceInfo) -> bool:
     """Return whether a tier of this device takes rich products of factors of a dtype."""
     return dtype in HALF and available(info)
+
+
+def stay_whole(dtype: str, info: DeviceInfo, m: int, n: int, k: int, places: int) -> bool:
+    """Return whether sums of which a tier makes two at once are in one piece, alone as well.
+
+    Two at once fill twice the blocks. Where even these leave a device idle, each is cut by itself.
+    """
+    if not takes_rich(dtype, info):
+        return False
+    nbytes = 2 * places * (m * k + 2 * k * n + m * n)
+    sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors
+    return hopper_cut(*sizes, False, nbytes) is None
 
 
 def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
