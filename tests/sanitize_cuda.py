@@ -67,7 +67,8 @@ def as_large_products() -> Iterator[None]:
 
 def in_blocks_of(tile: HopperTile) -> Any:
     """Return a context in which every product on Hopper is made in blocks of one tile."""
-    return mock.patch.object(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1))
+    chosen = {"hopper_tile": lambda *sizes, **features: (tile, 1), "hopper_cut": lambda *_: None}
+    return mock.patch.multiple(hopper, **chosen)
 
 
 def main() -> None:

@@ -78,14 +78,16 @@ class Array:
 
 
 def epilogue_of(what, pre):
-    """The epilogue of a bare sum with its bias, of a residual, or of the identity's slope."""
+    """The epilogue of a bare sum with its bias, of a residual (with column sums if it is "summed"),
+    or of the identity's slope."""
     residual = epilogues.residual_layer()
     layer = epilogues.layer(importlib.import_module("numfuse.activations").get("none").curve)
     result = {
-        "activation": layer["out"], "residual": residual["out"], "slope": leaf("grad"),
+        "activation": layer["out"], "residual": residual["out"], "summed": residual["out"],
+        "slope": leaf("grad"),
     }[what]  # fmt: skip
     results = (("out", result), ("pre", layer["pre"])) if pre else (("out", result),)
-    extra = {"activation": (), "residual": ("residual",), "slope": ("grad",)}[what]
+    extra = {"activation": (), "slope": ("grad",)}.get(what, ("residual",))
     return Epilogue(what, ("z",), ("bias", *extra), results)
 
 
@@ -102,22 +104,24 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
     a, b = made((places, m, k), x), made((places, k, n), y)
     c, extra = made((places, 1, n)), made((places, m, n))
     out, kept = made((places, m, n), nan=True), made((places, m, n), kind=acc, nan=True)
-    slope = epilogue == "slope"
+    slope, summed = epilogue == "slope", epilogue in ("slope", "summed")
     made_of = epilogue_of(epilogue, pre)
     product = Product(
         m, n, k, places, a.operand, b.operand, out.operand, acc,
         epilogue=made_of if bias else made_of.without("bias"),
         bias=c.operand if bias else None, extra=extra.operand if epilogue != "activation" else None,
-        pre=kept.operand if pre else None, sums=slope, free=parts > 1,
+        pre=kept.operand if pre else None, sums=summed,
     )  # fmt: skip
     part = k
     if parts * cluster > 1 and tile is not None:
         part = tiling.round_up(-(-k // (parts * cluster)), tile.block_k)
     module = simt if dtype == "float32" else tensor_core
     if tile is None:
-        plan = thin.plan(product, info)
+        plan = thin.plan(product, info, parts)
     else:
-        plan = module.plan(product, info, tile, part, -(-k // part), *rest)
+        count = -(-k // part)
+        plan = module.plan(product, info, tile, part, count, *rest, clustered=cluster > 1)
+    assert plan.parts == parts
     block_rows = -(-m // plan.block_m)
     sums = np.full((places, block_rows, n), np.nan, DTYPES[acc])
     work = np.full(plan.workspace + 16, 0xFF, np.uint8)
@@ -136,13 +140,13 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
     other = extra.view.astype(np.float64)
     if pre:
         assert (abs(kept.view - exact) <= bound).all()
-    if epilogue == "residual":
+    if epilogue in ("residual", "summed"):
         exact, bound = exact + other, bound + unit * abs(other)
     elif slope:
         exact, bound = other, bound * 0  # f' of the identity
     rounded = bound + stored * 2 * abs(exact) + 2e-8 * (dtype == "float16")
     assert (abs(out.view.astype(np.float64) - exact) <= rounded).all()
-    if slope:
+    if summed:
         for r in range(block_rows):
             rows = slice(r * plan.block_m, (r + 1) * plan.block_m)
             size = abs(exact[:, rows]).sum(1)
@@ -211,8 +215,7 @@ def test_few_rows_of_float64_are_shared_by_clusters_where_these_fit():
             Operand("float64", (0, 4096, 1), 16), Operand("float64", (0, 4096, 1), 16), "float64",
             **features,
         )  # fmt: skip
-        (launch,) = tensor_core.TENSOR_CORES.take(made, info).launches
-        return launch
+        return tensor_core.TENSOR_CORES.take(made, info).launches[0]
 
     for m in (9, 32, 64):
         launch = launches(m, HOPPER)
@@ -232,6 +235,27 @@ def test_halves_are_copied_in_pairs_where_strides_are_even(dtype):
 def test_parts_of_a_long_sum_are_joined(dtype):
     tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
     check(dtype, tile, 20, 24, 150, x="columns", parts=3, places=2, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "options"),
+    [
+        # by 16 bytes, and value by value; of one place, and of several
+        ("float32", (20, 24, 150), {"epilogue": "summed", "pre": True}),
+        ("float64", (9, 33, 70), {"epilogue": "slope", "bias": False, "places": 2}),
+        ("float16", (13, 35, 70), {"epilogue": "summed", "places": 2, "pre": True}),
+    ],
+)
+def test_a_sum_over_k_that_is_cut_ends_in_its_epilogue(dtype, sizes, options):
+    """Guards: what a product ends in comes behind the join of its parts (docs/numerics.md)."""
+    tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
+    check(dtype, tile, *sizes, parts=3, **options)
+
+
+def test_few_rows_are_cut_along_k_where_columns_are_few(monkeypatch):
+    monkeypatch.setattr(tiling, "THIN_SLICE", 8192)
+    monkeypatch.setattr(tiling, "THIN_STAGES", 3)
+    check("float32", None, 3, 36, 150, parts=3, places=2, epilogue="summed", pre=True)
 
 
 @pytest.fixture

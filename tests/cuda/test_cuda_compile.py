@@ -35,7 +35,15 @@ from numfuse.runtime.strided import contiguous
 
 try:
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
-    from numfuse.backends.cuda.kernels import jet_lines, jets, joins, passes, pointwise, rows
+    from numfuse.backends.cuda.kernels import (
+        jet_lines,
+        jets,
+        joins,
+        passes,
+        planes,
+        pointwise,
+        rows,
+    )
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
     from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
@@ -66,6 +74,7 @@ except Exception as error:  # numba-cuda's own, for want of a toolkit
 
 AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
 TURING = DeviceInfo("T4", (7, 5), 40, 64 << 10, 64 << 10, 4 << 20)
+ADA = DeviceInfo("RTX 4090", (8, 9), 128, 99 << 10, 100 << 10, 72 << 20)
 HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
 ACT = nf.activations()
 
@@ -241,6 +250,12 @@ def gated(m, n, k, dtype, *, results=("out",), biases=True, grad=False, alignmen
     )  # fmt: skip
 
 
+def finish(info, dtype, n, parts, **features):
+    """What comes behind the parts of a layer's sum, or of its slope's."""
+    made = product(300, n, 7000, dtype, function="gelu", **features)
+    return planes.Planes.of(made, parts).plan((), info, "", 0).launches
+
+
 def slopes(dtype, pre):
     """grad_pre and the sums of its columns, of 512 x 1024, with rows by 16 bytes."""
     acc = "float64" if dtype == "float64" else "float32"
@@ -331,6 +346,18 @@ CASES = [
                             (1, 512, 1, 4096)),), info)
         for info in (HOPPER, TURING)
     ],
+    *[
+        Case(f"finish {dtype}, {n}, {info.name}", finish(info, dtype, n, parts, **features), info,
+             instructions, 128)
+        for dtype, n, parts, info, features, instructions in (
+            ("float32", 100, 20, ADA, {"pre": "float32"}, ("st.global.v4.f32",)),
+            ("float64", 101, 3, HOPPER, {"slope": True}, ("fma.rn.f64", "st.shared.f64")),
+            ("bfloat16", 104, 20, HOPPER, {"slope": True}, ("ld.global",)),
+            ("bfloat16", 104, 3, TURING, {"slope": True}, ("ld.global",)),
+        )
+    ],
+    taken("few rows, cut", FEW_ROWS, product(16, 512, 65536, "float32", function="gelu"), ADA,
+          ("cp.async.cg.shared.global", "fma.rn")),
     Case("join in stages", joins.joins(AMPERE, "float64", Slot("planes"), operand("float64", 9, 5),
                                        (3, 130, 9, 5), Slot("work"))[0], AMPERE),
     taken("mirror bf16, parts", MIRROR, product(64, 64, 9000, "bfloat16", free=True), TURING),
@@ -398,6 +425,7 @@ CASES = [
         for backward in (False, True)
         for seconds in ((1, 2) if dtype == "float32" else (1,))
     ],
+    Case("jet float64 backward, 2, before 9.0", (jet(ADA, "float64", True),), ADA, (), 128),
     *[
         Case(f"jet {dtype} backward of a first layer, {count}",
              (jet(info, dtype, True, 1, apart=count),), info, ("ld.global", "st.global"),
@@ -412,6 +440,9 @@ CASES = [
         for dtype, width, layers in (("float32", 64, 4), ("float64", 64, 4), ("float32", 128, 5))
         for backward, saved in ((False, False), (True, width == 128))
     ],
+    # no instruction rounds to bfloat16 there, and passes by 16 bytes have no other way
+    Case("gate backward bf16, T4", (gate(TURING, "bfloat16", "silu", backward=True),), TURING),
+    Case("rows bf16, T4", (by_rows(TURING, "bfloat16", True),), TURING),
     Case("rows, value by value", (by_rows(TURING, "float16", True, 1001),), TURING),
     taken("cores, an operand by rows", CORES, scaled(2048, 2048, 512, "float32", (0, 1, 0)), AMPERE,
           ("st.global.v4.f32",)),

@@ -53,7 +53,8 @@ def suite(files: Iterable[str], *options: str) -> once.Process:
 
 #: One process (each takes seconds to begin); not the tests that are in a process of their own.
 CONFORMANCE = suite(FILES, "-k", f"cuda and not pages and (not conformance_higher.py or {HIGHER})")
-ARRAYS = suite(f"cuda/test_cuda_{name}.py" for name in ("arrays", "frames", "fused", "networks"))
+NAMES = "arrays", "cut", "frames", "fused", "networks"
+ARRAYS = suite(f"cuda/test_cuda_{name}.py" for name in NAMES)
 
 
 def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():

@@ -61,6 +61,10 @@ PASS_AHEAD = 4
 #: alone the 264 planes of a 64 x 64 d_b took an H200 12.7 us, half as long as their product.
 JOIN_AHEAD = 16
 JOIN_THEN = 4
+#: The same where planes are finished by an epilogue: from so many on as in a join, and where there
+#: are fewer, which is mostly so.
+FINISH_DEEP = 16
+FINISH_FEW = 8, 2
 #: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).
 JOIN_LANES = 16
 #: Planes from which on they do.
@@ -89,8 +93,15 @@ def chain(k: int, dtype: str) -> int:
     return round_up(-(-k // chains), 32)
 
 
+#: Where K is cut though its order is no matter of M (forwards): values of K of a part at the least,
+#: one chain, and the share of the time that is left then, at most. Its launch and planes are in
+#: that; the rest is for what a model of times does not know. (No GPU has timed this yet.)
+SPLIT_PART = CHAIN
+SPLIT_GAIN = 0.85
+
+
 def parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
-    """(length, number) of the parts of a sum over `k`, for a result of so many blocks."""
+    """(length, number) of the parts of a sum over `k`, for so many blocks of the mirror's."""
     wanted = BLOCKS_PER_MULTIPROCESSOR * multiprocessors // max(1, blocks)
     parts = max(1, min(wanted, k // PART))
     part = round_up(-(-k // parts), block_k) if parts > 1 else k
@@ -214,6 +225,34 @@ THIN_SLICE = 16384
 THIN_STAGES = 8
 
 
+#: Where blocks are fewer than multiprocessors K is cut into parts of at least so many values, as
+#: many as are on their way at once; a part begins in the time of so many. The bytes that a
+#: multiprocessor takes in a cycle, and all of them from memory (an H200's 4 TB/s at 1.75 GHz);
+#: fused multiply-adds of float32 of one in a cycle, of float64 half as many. (Formulas of a
+#: machine: no GPU has timed this yet.)
+THIN_PART, THIN_FILL = 1024, 512
+THIN_BYTES, MEMORY_BYTES = 64, 2300
+FMAS = 128
+
+
+def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:
+    """Return the parts of K of a product of few rows, with so many blocks of 32 columns.
+
+    A value of K takes a block the time of its 32 values of Y, or of their products, and at least
+    what memory takes for those of all blocks; more parts than one must save the launch that adds
+    them up, and much more.
+    """
+    parts = min(multiprocessors // max(1, blocks), k // THIN_PART)
+    if parts < 2:
+        return 1
+    line = 32 * itemsize
+    cycles = max(line / THIN_BYTES, 32 * rows * itemsize / 4 / FMAS)
+    least = blocks * line / MEMORY_BYTES
+    one = k * max(cycles, least)
+    cut = k * max(cycles / parts, least) + THIN_FILL * cycles + LAUNCH_COST / FMAS
+    return parts if cut < SPLIT_GAIN * one else 1
+
+
 #: d_b of few rows (`outer`): K up to which, elements of the result from which on, threads of a
 #: block and their rows. On an H200 the tiles above write d_b of 4096 x 4096 in float64 at 2.6 TB/s,
 #: cuBLAS's kernel for K = 1 at 4.5.
@@ -280,34 +319,67 @@ def _work(tile: CudaBlock, blocks: int, part: int, multiprocessors: int) -> floa
     return most * area * (part + FILL) / (tile.speed * busy)
 
 
+def _counts(
+    tile: CudaBlock, blocks: int, k: int, multiprocessors: int, part: int
+) -> list[tuple[int, int]]:
+    """Return (length, number) of parts of a sum that fill so many blocks to whole rounds."""
+    slots = tile.resident * multiprocessors
+    rounds = 0.5, 1, 0 if tile.chunk else 2, *(MORE_ROUNDS if k >= DEEP else ())
+    wanted = {max(1, int(x * slots) // max(1, blocks)) for x in rounds}
+    found = []
+    for number in wanted | {1}:
+        length = round_up(-(-k // min(number, max(1, k // part))), tile.block_k)
+        length, number = (length, -(-k // length)) if number > 1 else (max(1, k), 1)
+        found.append((length, number))
+    return found
+
+
+#: The cost of a way to run a product, its tile, and (length, number) of the parts of its sum.
+_Way = tuple[float, CudaBlock, int, int]
+
+
+def _cheapest(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, part: int,
+    multiprocessors: int,
+) -> _Way:  # fmt: skip
+    """Return the way with the least work; K is cut to parts of `part` at least, 0: it is not."""
+    best: _Way | None = None
+    for tile in tiles:
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
+        cuts = [(max(1, k), 1)]
+        if part:
+            cuts = _counts(tile, blocks, k, multiprocessors, part)
+        for length, number in cuts:
+            cost = _work(tile, blocks * number, length, multiprocessors)
+            if number > 1:
+                planes = places * m * n * number * PLANE_COST
+                cost += LAUNCH_COST + planes / multiprocessors
+            if best is None or cost < best[0]:
+                best = cost, tile, length, number
+    assert best is not None
+    return best
+
+
 @functools.lru_cache(maxsize=4096)
 def block(
     tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, free: bool,
-    multiprocessors: int,
+    multiprocessors: int, whole: bool = False,
 ) -> tuple[CudaBlock, int, int, float]:  # fmt: skip
-    """The tile of a product, (length, number) of parts of its sum (1 but where `free`), its work.
+    """The tile of a product, (length, number) of the parts of its sum, its work.
 
-    It has the least work on the multiprocessor that has the most. The parts depend on the
-    sizes of one place: an element of a batch gives what it gives alone.
+    It has the least work on the multiprocessor that has the most. Where the sum is `free`, the
+    parts depend on the sizes of one place: an element of a batch gives what it gives alone. Else
+    there is one part, but where the first tile's blocks of all places are fewer than
+    multiprocessors, and parts save much (never where K shall stay `whole`).
     """
-    best: tuple[float, CudaBlock, int, int] | None = None
-    places = 1 if free else places
-    for tile in tiles:
-        blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
-        slots = tile.resident * multiprocessors
-        rounds = 0.5, 1, 0 if tile.chunk else 2, *(MORE_ROUNDS if k >= DEEP else ())
-        wanted = {max(1, int(x * slots) // max(1, blocks)) for x in rounds}
-        for parts in wanted | {1} if free else {1}:
-            part = round_up(-(-k // min(parts, max(1, k // PART))), tile.block_k)
-            part, parts = (part, -(-k // part)) if parts > 1 else (max(1, k), 1)
-            cost = _work(tile, blocks * places * parts, part, multiprocessors)
-            if parts > 1:
-                planes = places * m * n * parts * PLANE_COST
-                cost += LAUNCH_COST + planes / multiprocessors
-            if best is None or cost < best[0]:
-                best = cost, tile, part, parts
-    assert best is not None
-    return *best[1:], best[0]
+    best = _cheapest(tiles, m, n, k, 1 if free else places, PART if free else 0, multiprocessors)
+    blocks = -(-m // tiles[0].block_m) * -(-n // tiles[0].block_n) * places
+    if not (free or whole) and blocks < multiprocessors:
+        cut = _cheapest(tiles, m, n, k, places, SPLIT_PART, multiprocessors)
+        if cut[0] < SPLIT_GAIN * best[0]:
+            best = cut
+    cost, tile, part, parts = best
+    return tile, part, parts, cost
 
 
 #: Whole networks (`plan.networks`): columns of a tile, columns of a thread (which has 8 rows),
@@ -316,6 +388,11 @@ def block(
 NETWORK_TILES = {
     "float32": ((32, 4, 128, 2), (64, 8, 128, 2), (128, 8, 256, 1)),
     "float64": ((32, 4, 128, 2), (64, 4, 256, 1)),
+}
+#: The same before 9.0: with eight columns a thread of the second backward spills (100 bytes).
+NETWORK_OLDER = {
+    "float32": ((32, 4, 128, 2), (64, 4, 256, 1), (128, 8, 256, 1)),
+    "float64": NETWORK_TILES["float64"],
 }
 #: Rows of a point, columns of x and of the last layer, at most: what a thread keeps of them.
 NETWORK_MEMBERS, NETWORK_INPUTS, NETWORK_OUTPUTS = 8, 8, 8

@@ -8,5 +8,6 @@
 - `network`, `network_backward`, `network_passes`: a network's jet in one kernel, and its gradients
 - `network_tiles`, `network_warps`, `network_rows`: its products in registers, by threads and by
   warps on tensor cores, and its formulas there
+- `planes`: the parts of a sum over K that is cut, and the epilogue behind them
 - `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
 """

@@ -74,7 +74,11 @@ def launch(
     words = (["weights"] if made.weighted else []) + (["sums"] if made.sums else [])
     schema = Schema(template, u64=" ".join(words))
     name = f"layer jet{' backward' if made.backward else ''}"
-    built = kernel(template, schema.signature, threads=threads, name=name, **bindings)
+    # before 9.0 the assembler spills some of float64 for more blocks than these
+    blocks = 4 if accumulator == "float64" and info.capability < (9, 0) else 0
+    built = kernel(
+        template, schema.signature, threads=threads, blocks=blocks, name=name, **bindings
+    )
     length = chunk_of(m, n) if made.sums else 1
     given: dict[str, Any] = {}
     for name, x in operands.items():

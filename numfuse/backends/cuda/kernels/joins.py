@@ -25,7 +25,7 @@ from numfuse.backends.cuda.compile.toolchain import cuda, device_function, types
 from numfuse.backends.cuda.compile.unroll import inlined, kernel_of, unrolled
 from numfuse.backends.cuda.kernels.epilogue import element, in_bytes
 from numfuse.backends.cuda.kernels.passes import grid_of, one_value, threads_of
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
 
 #: Blocks of a grid along y.
 MOST_ALONG_Y = (1 << 16) - 1
@@ -291,38 +291,3 @@ def joins(
         used += tiling.round_up(count * depth * m * n * itemsize, 256)
     launches.append(rows(info, accumulator, planes, out, (count, depth, m, n), values=1))
     return tuple(launches), used
-
-
-@dataclass(frozen=True)
-class Planes:
-    """Where a product whose K is cut into parts (split-K) stores them: planes in the workspace.
-
-    One part is stored in the result.
-    """
-
-    operand: Operand
-    slot: Slot
-    parts: int
-
-    @classmethod
-    def of(cls, product: Product, parts: int, workspace: int) -> Planes:
-        """Return the planes behind so many bytes of the workspace."""
-        if parts == 1:
-            return cls(product.out, Slot("out"), parts)
-        strides = (product.m * product.n, product.n, 1)
-        return cls(Operand(product.accumulator, strides, 16), Slot("work", workspace), parts)
-
-    def joined(self, product: Product, info: DeviceInfo) -> tuple[tuple[Launch, ...], int]:
-        """Return the launches that add up the planes in their order, and the workspace."""
-        p, acc = product, product.accumulator
-        if self.parts == 1:
-            return (), 0
-        end = self.slot.offset + p.places * self.parts * p.m * p.n * self.operand.itemsize
-        stage = Slot("work", -(-end // 256) * 256)
-        lengths = p.places, self.parts, p.m, p.n
-        # (older devices round to bfloat16 by integers, value by value)
-        wide = info.capability >= (8, 0) and p.places <= MOST_ALONG_Y
-        if wide and _fits(p.out, p.n, acc):
-            return (rows(info, acc, self.slot, p.out, lengths),), stage.offset
-        launches, staged = joins(info, acc, self.slot, p.out, lengths, stage)
-        return launches, stage.offset + staged

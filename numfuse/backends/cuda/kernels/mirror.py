@@ -20,7 +20,7 @@ from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
-from numfuse.backends.cuda.kernels.joins import Planes
+from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import (
     DeviceInfo,
     Launch,
@@ -183,14 +183,15 @@ def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
 
 def take(product: Product, device: DeviceInfo) -> Plan:
     """How to run it."""
-    p = product
     tile = tiling.MIRROR_TILE if device.capability[0] else tiling.SIMULATED_TILE
-    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
-    part, parts = p.k, 1
-    if p.free:
-        # not of the number of places: an element of a batch gives what it gives alone
-        part, parts = tiling.parts(blocks, p.k, device.multiprocessors, tile.block_k)
-    planes = Planes.of(p, parts, 0)
+    blocks = -(-product.m // tile.block_m) * -(-product.n // tile.block_n)
+    # d_b's do not depend on the number of places: an element of a batch gives what it gives alone
+    busy = blocks if product.free else blocks * product.places
+    part, parts = product.k, 1
+    if product.free or (busy < device.multiprocessors and not product.whole):
+        part, parts = tiling.parts(busy, product.k, device.multiprocessors, tile.block_k)
+    planes = Planes.of(product, parts)
+    p = planes.stored
     arguments = ARGUMENTS(
         x=in_elements(Slot("x"), p.x),
         y=in_elements(Slot("y"), p.y),
@@ -201,12 +202,11 @@ def take(product: Product, device: DeviceInfo) -> Plan:
         parts=parts,
         x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
         y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
-        **finishing(p, planes.operand, planes.slot, in_elements),
+        **finishing(p, p.out, planes.slot, in_elements),
     )
     grid = (blocks * p.places * parts, 1, 1)
-    launch = Launch(_kernel(p, tile, planes.operand.dtype), grid, arguments)
-    joined, workspace = planes.joined(p, device)
-    return Plan((launch, *joined), tile, workspace, tile.block_m)
+    launch = Launch(_kernel(p, tile, p.out.dtype), grid, arguments)
+    return planes.plan((launch,), device, tile, tile.block_m)
 
 
 MIRROR = Tier("mirror", take)

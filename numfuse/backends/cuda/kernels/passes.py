@@ -24,7 +24,7 @@ from numfuse.backends.cuda.compile.unroll import inlined, kernel_of, unrolled
 from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.elementwise import formula, is_short
 from numfuse.backends.cuda.kernels.epilogue import in_bytes
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
+from numfuse.backends.cuda.plan.product import WIDE_SINCE, DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
 
 #: Axes of a strided copy; of longer shapes the caller makes several.
@@ -168,7 +168,7 @@ def slopes(
     chosen = epilogue.select(epilogue.results[0][0])
     short = out is not None and is_short(accumulator, out.dtype)
     values = 16 // extra.itemsize
-    wide = bool(info.capability[0]) and all(
+    wide = info.capability >= WIDE_SINCE[extra.dtype] and all(
         x is None or (x.in_wholes(n, 16 // x.itemsize) and n % values == 0)
         for x in (pre, extra, out)
     )

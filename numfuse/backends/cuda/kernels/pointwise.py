@@ -19,7 +19,7 @@ from numfuse.backends.cuda.compile.toolchain import cuda, kernel, types
 from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.passes import grid_of, threads_of
-from numfuse.backends.cuda.plan.product import NUMBER, DeviceInfo, Launch, Slot
+from numfuse.backends.cuda.plan.product import NUMBER, WIDE_SINCE, DeviceInfo, Launch, Slot
 from numfuse.epilogues import Epilogue
 
 
@@ -157,7 +157,7 @@ def launch(
     dtypes.discard(NUMBER)
     words = " ".join(f"from_{x.name}" for x in sources if x.dtype == NUMBER)
     threads, grid = threads_of(info), grid_of(size, info)
-    if info.capability[0] and alignment >= 16 and len(dtypes) == 1:
+    if alignment >= 16 and len(dtypes) == 1 and info.capability >= WIDE_SINCE[min(dtypes)]:
         (dtype,) = dtypes
         itemsize = intrinsics.itemsize(dtype)
         vectors = tiling.GATE_VECTORS[itemsize][len(sources) + len(results) > 3]

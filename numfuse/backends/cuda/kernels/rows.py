@@ -20,7 +20,7 @@ from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.passes import chunk_of, grid_of, threads_of
 from numfuse.backends.cuda.kernels.pointwise import Result, Source, names_of, once, template_of
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
+from numfuse.backends.cuda.plan.product import WIDE_SINCE, DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
 from numfuse.language.graph import topological
 
@@ -235,8 +235,8 @@ def launch(
     arrays = {slot: operands[slot] for slot in slots}
     values = 16 // min((x.itemsize for x in arrays.values()), default=16)
     if (
-        not info.capability[0]
-        or n % values
+        n % values
+        or info.capability < max([WIDE_SINCE[x.dtype] for x in arrays.values()], default=(1, 0))
         or not all(x.in_wholes(n, 16 // x.itemsize) for x in arrays.values() if x.strides[2])
     ):
         values = 1

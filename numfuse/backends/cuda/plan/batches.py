@@ -40,12 +40,14 @@ def launch(
     factors: dict[str, tuple[int, int]] | None = None,
     sums: bool = False,
     free: bool = False,
+    whole: bool = False,
 ) -> tuple[View | None, int]:
     """Record one product over the axes `order` of a batch; its column sums, and their rows.
 
     Without `x` and `y` among the views it is a pass over the others. `epilogue` is by default the
-    sum itself. `factors` are strides (row, column) of x and y in place of their own. With `y1`
-    among the views (`Product.y1`) the rows are -1, and nothing is recorded, where no tier takes it.
+    sum itself. `factors` are strides (row, column) of x and y in place of their own. `free` and
+    `whole` say whether K is cut (`Product`). With `y1` among the views (`Product.y1`) the rows are
+    -1, and nothing is recorded, where no tier takes it.
     """
     m, n, k = sizes
     places = Places(lengths, views, order)
@@ -67,6 +69,7 @@ def launch(
             epilogue=epilogue.select(*names[:1], *(x for x in names[1:] if x in views)),
             sums=sums,
             free=free,
+            whole=whole,
             **operands,
         )
         plan = rec.choose(product)

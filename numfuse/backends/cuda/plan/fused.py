@@ -24,7 +24,7 @@ from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
-from numfuse.backends.cuda.plan.tiers import takes_rich
+from numfuse.backends.cuda.plan.tiers import stay_whole, takes_rich
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import inputs as leaves_of
 from numfuse.language.curves import leaf, rebuilt, replace_leaves
@@ -262,7 +262,10 @@ class _Elements:
         k = views["x"].shape[-1]
         how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
         epilogue = self._epilogue(results, ("z", "z1")[: len(accumulators)])
-        return batches.launch(self.rec, *how, epilogue=epilogue, sums=sums)
+        # a sum has the bits that it has beside another one, in one product
+        sizes = p.m, p.n, k, prod(p.batch)
+        whole = p.width > 1 and stay_whole(p.dtype.name, self.rec.device.info, *sizes)
+        return batches.launch(self.rec, *how, epilogue=epilogue, sums=sums, whole=whole)
 
     def _product(self, name: str, pair: tuple[str, str]) -> None:
         """Record the product whose sum is an input, and at its end what can be made of it there.

@@ -127,8 +127,9 @@ def _tiles(info: DeviceInfo, real: str, widest: int) -> list[tuple[Tile, int, in
         tile = Tile(real, width, width + 2, width // 2, width // 2, width // 2, 2, 2)
         return [(tile, width, 2, 2, False)]
     few = 4 if real == "float32" else 2
+    table = tiling.NETWORK_TILES if info.capability >= (9, 0) else tiling.NETWORK_OLDER
     found = []
-    for width, nr, threads, resident in tiling.NETWORK_TILES[real]:
+    for width, nr, threads, resident in table[real]:
         if widest <= width:
             tensor = real == "float64" and info.capability >= (9, 0)
             pitch = width + (4 if tensor else few)

@@ -69,6 +69,10 @@ class Operand:
 
 #: What takes the place of a dtype where the word that a launch is given as an address is a number.
 NUMBER = "number"
+#: The capability from which on arrays of a dtype are read and written by 16 bytes. The simulator
+#: has no such accesses; before 8.0 no instruction rounds to bfloat16, which `elements` does by the
+#: bits, value by value.
+WIDE_SINCE = {"float64": (1, 0), "float32": (1, 0), "float16": (1, 0), "bfloat16": (8, 0)}
 #: {storage dtype: bytes}
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -107,9 +111,12 @@ class Product(Keyed):
     #: The unrounded results are summed by column in every row of blocks, in a fixed order, to
     #: sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
     sums: bool = False
-    #: K may be cut into planes, which the tier's own launch joins in a fixed order: d_b, whose K is
-    #: the problem's M, of which the order of a sum may depend.
+    #: K is the problem's M, of which the order of a sum may depend (d_b): it is cut into parts by
+    #: the sizes of one place, whatever the others are. Any other product is cut where blocks are
+    #: fewer than multiprocessors (`kernels.planes`).
     free: bool = False
+    #: K may not be cut, whatever that saves: another product makes the same sum in one piece.
+    whole: bool = False
 
     @property
     def extra_name(self) -> str:
@@ -190,6 +197,8 @@ class Plan:
     workspace: int = 0
     #: Rows of one row of blocks of the column sums.
     block_m: int = 0
+    #: Parts of K that are planes in memory.
+    parts: int = 1
 
 
 @dataclass(frozen=True)

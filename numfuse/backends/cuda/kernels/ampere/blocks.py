@@ -28,7 +28,7 @@ from numfuse.backends.cuda.kernels.ampere.gemm import block_product
 from numfuse.backends.cuda.kernels.ampere.registers import add, add_kept, clear, keep
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
-from numfuse.backends.cuda.kernels.joins import Planes
+from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.tiling import CudaBlock
 
@@ -161,19 +161,21 @@ def plan(
     slots: tuple[Slot, Slot] = (Slot("x"), Slot("y")),
     workspace: int = 0,
     first: int = 0,
+    clustered: bool = False,
 ) -> Plan:
-    """The launches: what comes before, the product, and the join of the parts of its sum.
+    """The launches: what comes before, the product, and what makes a result of its sum's parts.
 
-    The parts are planes in memory where `product.free`, else those of the blocks of a cluster.
-    `before` uses so many bytes of the workspace, where x and y may be (`slots`). What is made of
-    the result begins at the column `first`.
+    The parts are planes in memory, or those of the blocks of a cluster (`clustered`). `before` uses
+    so many bytes of the workspace, where x and y may be (`slots`). What is made of the result
+    begins at the column `first`.
     """
-    p, tile = product, engine.tile
-    chain = tiling.chain(min(part, p.k), p.accumulator)
-    cluster = 1 if p.free else parts
+    tile = engine.tile
+    chain = tiling.chain(min(part, product.k), product.accumulator)
+    cluster = parts if clustered else 1
     parts //= cluster
-    planes = Planes.of(p, parts, workspace)
-    block = _block(p, device, engine, planes.operand, cluster, chain < min(part, p.k))
+    planes = Planes.of(product, parts, workspace)
+    p = planes.stored
+    block = _block(p, device, engine, p.out, cluster, chain < min(part, p.k))
     arguments = ARGUMENTS(
         x=in_bytes(slots[0], p.x),
         y=in_bytes(slots[1], p.y),
@@ -184,7 +186,7 @@ def plan(
         parts=parts,
         chain=chain,
         first=first,
-        **finishing(p, planes.operand, planes.slot, in_bytes),
+        **finishing(p, p.out, planes.slot, in_bytes),
     )
     blocks = -(-p.m // tile.block_m) * -(-(p.n - first) // tile.block_n)
     launch = Launch(
@@ -194,9 +196,8 @@ def plan(
         block.shared_bytes(p.accumulator),
         cluster,
     )
-    joined, staged = planes.joined(p, device)
     shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
-    return Plan((*before, launch, *joined), shown, max(workspace, staged), tile.block_m)
+    return planes.plan((*before, launch), device, shown, tile.block_m, workspace)
 
 
 def _block(

@@ -200,10 +200,12 @@ def plan(
     part: int,
     parts: int,
     rest: tuple[CudaBlock, int] | None = None,
+    clustered: bool = False,
 ) -> Plan:
     """How to run it with this tile; a factor that cannot be copied as it lies is copied before.
 
-    `rest` is another tile, and the column from which on it makes the result.
+    `rest` is another tile, and the column from which on it makes the result. The parts of K are
+    planes, or blocks of a cluster (`clustered`).
     """
     p = product
     before: list[Launch] = []
@@ -227,8 +229,8 @@ def plan(
     def of(p: Product, tile: CudaBlock, first: int, before: list[Launch]) -> Plan:
         x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
         made, at = engine(tile, x, y), (slots[0], slots[1])
-        launches = tuple(before)
-        return blocks.plan(p, device, part, parts, made, "cores", launches, at, workspace, first)
+        how = tuple(before), at, workspace, first, clustered
+        return blocks.plan(p, device, part, parts, made, "cores", *how)
 
     if rest is None:
         return of(p, tile, 0, before)
@@ -248,12 +250,12 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if device.shared_per_multiprocessor < tiling.CORE_SHARED:
         tiles = tiles[:-1]
     where = p.k, p.places, p.free, device.multiprocessors
-    tile, part, parts, work = tiling.block(tiles, p.m, p.n, *where)
+    tile, part, parts, work = tiling.block(tiles, p.m, p.n, *where, p.whole)
     beyond = p.n % tiles[0].block_n
-    if 0 < beyond < p.n and not (p.sums or p.free):
+    if parts == 1 and 0 < beyond < p.n and not (p.sums or p.free):
         # a launch of its own for columns in whose blocks most lies outside of the result
-        wide, *_, most = tiling.block(tiles, p.m, p.n - beyond, *where)
-        thin, *_, more = tiling.block(tiles, p.m, beyond, *where)
+        wide, *_, most = tiling.block(tiles, p.m, p.n - beyond, *where, True)
+        thin, *_, more = tiling.block(tiles, p.m, beyond, *where, True)
         if most + more + tiling.LAUNCH_COST < work:
             return plan(p, device, wide, part, parts, (thin, p.n - beyond))
     return plan(p, device, tile, part, parts)

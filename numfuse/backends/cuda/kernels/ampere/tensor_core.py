@@ -216,8 +216,15 @@ def _values(operand: Operand, own: int) -> tuple[bool, int]:
     return along_k, 1
 
 
-def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts: int) -> Plan:
-    """How to run it with this tile."""
+def plan(
+    product: Product,
+    device: DeviceInfo,
+    tile: CudaBlock,
+    part: int,
+    parts: int,
+    clustered: bool = False,
+) -> Plan:
+    """How to run it with this tile; the parts of K are planes, or blocks of a cluster."""
     p = product
     found = []
     for operand, own, block in ((p.x, 1, tile.block_m), (p.y, 2, tile.block_n)):
@@ -236,7 +243,7 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
         )
     x, y = found
     made = engine(p.x.dtype, tile, device.capability < (9, 0), x, y)
-    return blocks.plan(p, device, part, parts, made, "tensor cores")
+    return blocks.plan(p, device, part, parts, made, "tensor cores", clustered=clustered)
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
@@ -256,12 +263,12 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     elif device.capability >= (9, 0) and not p.free:
         few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
     if few is not None:
-        made = plan(p, device, *few)
+        made = plan(p, device, *few, clustered=True)
         if made.launches[-1].shared_bytes <= device.shared_per_block:
             return made
     for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
         tile, part, parts, _ = tiling.block(
-            fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
+            fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors, p.whole
         )
         made = plan(p, device, tile, part, parts)
         if max(x.shared_bytes for x in made.launches) <= device.shared_per_block:

@@ -4,7 +4,7 @@ A block has 32 columns of the result, all rows and all of K. Y comes by cp.async
 long ring in shared memory, so that most of that is on its way at any time. Of each slice every warp
 has its share of K, for all rows: an element is the sum of eight parts, one a warp, added up in the
 order of the warps, each in chains of `tiling.CHAIN`. That order depends on K and the dtype
-alone.
+alone, but where columns are so few that K is cut into parts, each a sum like this (`planes`).
 
 Up to 16 rows a lane has one column and all of them. Of more it has a quarter or an eighth of them,
 and 4 or 8 columns: a value comes from shared memory once for 4 to 8 products.
@@ -34,6 +34,7 @@ from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.thin_gemm import i32, thin_product
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
+from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 
 #: Columns of a block.
@@ -51,7 +52,7 @@ def _of_four(lane):
 
 
 #: Strides are in bytes.
-ARGUMENTS = Schema(thin_product, i32="m n k")
+ARGUMENTS = Schema(thin_product, i32="m n k part parts")
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _put_part(thin: Thin) -> Any:
     return intrinsic_of("put_part", thin.key, "ar", emit)
 
 
-def _kernel(thin: Thin, product: Product) -> Kernel:
+def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
     size = thin.size
     threads = 32 * tiling.THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
@@ -230,6 +231,7 @@ def _kernel(thin: Thin, product: Product) -> Kernel:
         "CHAIN": tiling.CHAIN // thin.share,
         "ADD": add(sums),
         "RUN": tiling.RUN,
+        "CUT": cut,
         "PUT_PART": _put_part(thin),
         **finish_of(product, product.out.dtype),
     }
@@ -237,12 +239,15 @@ def _kernel(thin: Thin, product: Product) -> Kernel:
     return kernel_of(thin_product, ARGUMENTS, bindings, threads=threads, blocks=1, name=name)
 
 
-def plan(product: Product, device: DeviceInfo) -> Plan | None:
-    """How to run it, whatever its sizes; None where Y has no 16 bytes to copy, or few fit."""
+def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
+    """How to run it, whatever its sizes; None where Y has no 16 bytes to copy, or few fit.
+
+    K is cut into so many `parts` at the most.
+    """
     p = product
     few = 16 // intrinsics.itemsize(p.y.dtype)
     along_k = p.y.runs_wide(1, few)
-    if p.places > 65535 or not (along_k or p.y.runs_wide(2, few)):
+    if p.places * parts > 65535 or not (along_k or p.y.runs_wide(2, few)):
         return None
     rows = 1 << (p.m - 1).bit_length() if p.m <= 16 else tiling.round_up(p.m, 4 if p.m <= 32 else 8)
     made = Thin(p.y.dtype, along_k, p.x.runs_wide(2, few), rows, 0)
@@ -250,17 +255,24 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     if stages < 3:
         return None
     made = replace(made, stages=stages)
+    # whole slices, which are whole accesses of 16 bytes
+    part = tiling.round_up(-(-p.k // parts), made.depth)
+    parts = -(-p.k // part)
+    planes = Planes.of(product, parts)
+    p = planes.stored
     arguments = ARGUMENTS(
         x=in_bytes(Slot("x"), p.x),
         y=in_bytes(Slot("y"), p.y),
         m=p.m,
         n=p.n,
         k=p.k,
-        **finishing(p, p.out, Slot("out"), in_bytes),
+        part=part,
+        parts=parts,
+        **finishing(p, p.out, planes.slot, in_bytes),
     )
-    grid = (-(-p.n // COLUMNS), p.places, 1)
-    launch = Launch(_kernel(made, p), grid, arguments, stages * made.slice_bytes)
-    return Plan((launch,), made, block_m=p.m)
+    grid = (-(-p.n // COLUMNS), p.places * parts, 1)
+    launch = Launch(_kernel(made, p, parts > 1), grid, arguments, stages * made.slice_bytes)
+    return planes.plan((launch,), device, made, p.m)
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
@@ -272,7 +284,10 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     if p.x.dtype != p.y.dtype or min(p.n, p.k) < tiling.THIN_LEAST:
         return None
-    return plan(p, device)
+    blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
+    busy = device.multiprocessors
+    parts = 1 if p.whole else tiling.thin_parts(blocks, p.m, p.k, size, busy)
+    return plan(p, device, parts)
 
 
 FEW_ROWS = Tier("cores", take)

@@ -46,12 +46,19 @@ def copy_whole(y_to, y_at, y_step, x_to, x_at, x_step, x_row0):
         x_at = x_at + x_step
 
 
-def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k):
+def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
     lane, warp = i32(t & 31), i32(t >> 5)
     place = i64(cuda.blockIdx.y)
+    plane = place
     column0 = i32(cuda.blockIdx.x * 32)
+    if CUT:
+        place = plane // parts
+        k0 = (plane - place * parts) * part
+        x.address += k0 * x.column
+        y.address += k0 * y.row
+        k = i32(least(i32(k - k0), part))
     slices = i32((k + (DEPTH - 1)) // DEPTH)
 
     # What this thread copies of a slice: every REACH-th line, the same 16 bytes of it. Lines are
@@ -139,10 +146,10 @@ def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k):
     PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
     block_barrier()
 
-    finish(memory, ends, sums, m, n, t, place, column0)
+    finish(memory, ends, sums, m, n, t, place, plane, column0)
 
 
-def finish(memory, ends: Ends, sums, m, n, t, place, column0):
+def finish(memory, ends: Ends, sums, m, n, t, place, plane, column0):
     """The epilogue: each warp adds up the warps' sums of every WARPS-th row, and stores it."""
     lane, warp = i32(t & 31), i32(t >> 5)
     column = i64(column0 + lane)
@@ -168,7 +175,7 @@ def finish(memory, ends: Ends, sums, m, n, t, place, column0):
                 STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), value)
             else:
                 result = EPILOGUE(value, offset, added)
-            STORE_OUT(ends.out.address + element(ends.out, place, row, column), result)
+            STORE_OUT(ends.out.address + element(ends.out, plane, row, column), result)
         if SUMS:
             # behind the chains' sums, which other warps may still read
             PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * SIZE), result)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.epilogue import finishing, in_elements
 from numfuse.backends.cuda.kernels.hopper.factors import HALF, Factor, factor_of, fitted
@@ -17,9 +16,11 @@ from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
     HopperTile,
+    hopper_cut,
     hopper_splits,
     hopper_tile,
 )
+from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import (
     Derived,
     DeviceInfo,
@@ -67,6 +68,11 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     whole = fitted(product.out, m, n, row, column, places) is not None
     how = {"split": split, "heavy": product.is_curved, "rows": kind in HALF and not whole}
     sizes = m, n, slices, places, device.multiprocessors
+    if not (product.free or product.whole or product.is_rich):
+        nbytes = (m * k * x_places + k * n * y_places + m * n * places) * product.x.itemsize
+        cut = hopper_cut(*sizes, split, nbytes)
+        if cut is not None:
+            return plan_with(product, kind, device, *cut)
     tile, parts = hopper_tile(*sizes, **how, free=product.free)
     if product.has_two_sums:
         if parts > 1:
@@ -119,14 +125,9 @@ def plan_with(
     if units >= 1 << 31:
         return None
     x, y = found["x"], found["y"]
-    out, slot, out_part = product.out, Slot("out"), 0
-    joined: tuple[Launch, ...] = ()
-    if parts > 1:
-        pitch = -(-n // 4) * 4
-        slot, out_part = Slot("work"), places * m * pitch
-        lengths, steps_of = (places, parts, m, n), (m * pitch, out_part, pitch)
-        joined = (joins.rows(device, "float32", slot, out, lengths, steps_of, overlaps=True),)
-        out = Operand("float32", (m * pitch, pitch, 1), 16)
+    planes = Planes.padded(product, parts)
+    product = planes.stored
+    out = product.out
     ways = _ways(product, out, min(64, columns))
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.planes * sum(
@@ -152,19 +153,16 @@ def plan_with(
         maps=Maps(**maps),
         work=Work(
             *(m, n, units, row_blocks, column_blocks, places),
-            *(slices, part_slices, term_slices, out_part),
+            *(slices, part_slices, term_slices, planes.steps[1]),
         ),
         slice_bytes=slice_bytes,
-        **finishing(product, out, slot, in_elements),
+        **finishing(product, out, planes.slot, in_elements),
     )
     grid = (min(units, device.multiprocessors), 1, 1)
     launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
-    return Plan(
-        (*(made for f in found.values() for made in f.launches), launch, *joined),
-        f"{tile}, {gemm.stages} stages" + (f", K in {parts} parts" if parts > 1 else ""),
-        workspace=parts * out_part * 4,
-        block_m=64 * tile.halves,
-    )
+    launches = (*(made for f in found.values() for made in f.launches), launch)
+    shown = f"{tile}, {gemm.stages} stages"
+    return planes.plan(launches, device, shown, 64 * tile.halves, overlaps=True)
 
 
 class _Ways(NamedTuple):

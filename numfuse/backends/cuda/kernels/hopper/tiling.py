@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from numfuse.backends.cuda.tiling import SPLIT_GAIN
+
 
 @dataclass(frozen=True)
 class HopperTile:
@@ -96,7 +98,10 @@ def hopper_splits(
     return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
 
 
-@functools.lru_cache(maxsize=4096)
+#: Cycles, a tile, and the number of parts of K.
+_Way = tuple[float, HopperTile, int]
+
+
 def hopper_tile(
     m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: bool = False,
     heavy: bool = False, rows: bool = False, free: bool = False, sums: int = 1,
@@ -107,8 +112,39 @@ def hopper_tile(
     `rows`: a result of unaligned rows.  `free`: K may be cut.  Of two `sums` a block has half its
     columns each.
     """
+    how = split, heavy, rows, free, sums
+    return _cheapest(m, n, slices, places, multiprocessors, *how)[1:]
+
+
+@functools.lru_cache(maxsize=4096)
+def hopper_cut(
+    m: int, n: int, slices: int, places: int, multiprocessors: int, split: bool, nbytes: int
+) -> tuple[HopperTile, int] | None:
+    """The tile and the number of parts of a product whose K is cut though it is no `free` one.
+
+    None but where blocks are fewer than multiprocessors and parts save much. Nothing of the
+    epilogue is asked, as a sum has the same bits whatever is made of it. `nbytes` are those of the
+    operands, at least: their way through memory takes its time in one part and in several.
+    """
+    sizes = m, n, slices, places, multiprocessors, split, False, False
+    one, tile, _ = _cheapest(*sizes, False, 1)
+    if -(-m // tile.block_m) * -(-n // tile.block_n) * places >= multiprocessors:
+        return None
+    cycles, tile, parts = _cheapest(*sizes, True, 1)
+    least = nbytes / HOPPER_BYTES
+    if parts == 1 or max(cycles, least + HOPPER_START) >= SPLIT_GAIN * max(one, least):
+        return None
+    return tile, parts
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(
+    m: int, n: int, slices: int, places: int, multiprocessors: int,
+    split: bool, heavy: bool, rows: bool, free: bool, sums: int,
+) -> _Way:  # fmt: skip
+    """Return the way of the fewest cycles; the arguments are those of `hopper_tile`."""
     n *= sums
-    best: tuple[float, HopperTile, int] | None = None
+    best: _Way | None = None
     for tile, cycles in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
         if tile.block_n < 32 * sums:
             continue  # rows of shared memory have 64 bytes at the least
@@ -134,4 +170,4 @@ def hopper_tile(
             if best is None or cost < best[0] * 0.995:
                 best = cost, tile, parts
     assert best is not None
-    return best[1], best[2]
+    return best

@@ -1,0 +1,272 @@
+"""Planes: the parts of a sum over K (split-K), stored apart, and what makes a result of them.
+
+A product whose K is cut stores bare sums, one plane a part, in the workspace. A bare result is the
+join of them (`joins`). Any other is finished by the kernel here: the parts of an element are added
+up in their order, what that loses is added behind, and then comes the epilogue, its bias, its extra
+operand, its results and their column sums, as at the end of a product that is not cut.
+"""
+
+# A kernel has no annotations but records, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile import accesses, elements, intrinsics
+from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
+from numfuse.backends.cuda.compile.schema import Ends, Schema
+from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.unroll import inlined, kernel_of, unrolled
+from numfuse.backends.cuda.kernels import joins
+from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_bytes, parts_of
+from numfuse.backends.cuda.kernels.joins import add_planes, corrected
+from numfuse.backends.cuda.kernels.passes import one_value, store_one, threads_of
+from numfuse.backends.cuda.plan.product import (
+    WIDE_SINCE,
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+)
+from numfuse.epilogues import sum_of_terms
+from numfuse.language.curves import leaf
+
+
+@dataclass
+class Parts:
+    """The planes of a place; steps in bytes."""
+
+    address: Any
+    #: Their number, and the steps from one to the next, from a place and from a row.
+    depth: Any
+    step: Any
+    place: Any
+    row: Any
+
+
+def finish_planes(parts: Parts, ends: Ends, sums, m, n, row_blocks, column_blocks):
+    """One block of ROWS rows and LANES accesses of VALUES columns: out = EPILOGUE(their sums).
+
+    Strides are in bytes. The sums of a block's columns go in the order of its rows.
+    """
+    if OVERLAPS:
+        grid_wait()
+        grid_release()
+    if SUMS:
+        shared = cuda.shared.array(ROWS * LANES * VALUES, REAL)
+    total = cuda.local.array(VALUES, REAL)
+    error = cuda.local.array(VALUES, REAL)
+    ahead = cuda.local.array(VALUES * AHEAD, REAL)
+    offset = cuda.local.array(VALUES, REAL)
+    added = cuda.local.array(VALUES, REAL)
+    made = cuda.local.array(VALUES, REAL)
+    t = cuda.threadIdx.x
+    number = cuda.blockIdx.x
+    rest = number // column_blocks
+    column0 = (number - rest * column_blocks) * (LANES * VALUES)
+    place = rest // row_blocks
+    block_row = rest - place * row_blocks
+    for i in range(t, ROWS * LANES, THREADS):
+        r = i // LANES
+        row, column = block_row * ROWS + r, column0 + (i - r * LANES) * VALUES
+        for v in unrolled(VALUES):
+            made[v] = ZERO
+        if row < m and column < n:
+            for v in unrolled(VALUES):
+                total[v] = ZERO
+                error[v] = ZERO
+                offset[v] = ZERO
+                added[v] = ZERO
+            at = parts.address + place * parts.place + row * parts.row + column * ITEMSIZE
+            add_planes(total, error, ahead, at, parts.depth, parts.step)
+            if BIAS:
+                for v in unrolled(VALUES):
+                    along = element(ends.bias, place, 0, column + v)
+                    offset[v] = LOAD_BIAS(ends.bias.address + along, 0)
+            if EXTRA:
+                loaded = LOAD_EXTRA(ends.extra.address + element(ends.extra, place, row, column))
+                for v in unrolled(VALUES):
+                    added[v] = loaded[v]
+            for v in unrolled(VALUES):
+                total[v] = corrected(total[v], error[v])
+                if PRE:
+                    made[v], total[v] = EPILOGUE(total[v], offset[v], added[v])
+                else:
+                    made[v] = EPILOGUE(total[v], offset[v], added[v])
+            if PRE:
+                STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), total)
+            STORE_OUT(ends.out.address + element(ends.out, place, row, column), made)
+        if SUMS:
+            for v in unrolled(VALUES):
+                shared[i * VALUES + v] = made[v]
+    if SUMS:
+        cuda.syncthreads()
+        height = min(m - block_row * ROWS, ROWS)
+        to = sums + ((place * row_blocks + block_row) * n + column0) * ITEMSIZE
+        for j in range(t, min(n - column0, LANES * VALUES), THREADS):
+            run = ZERO
+            for r in range(height):
+                run = run + shared[r * (LANES * VALUES) + j]
+            STORE_SUM(to, j, run)
+
+
+FINISH = Schema(finish_planes)
+
+
+def _accesses(dtype: str, accumulator: str, values: int, repeats: bool = False) -> tuple[Any, Any]:
+    """Return how a thread reads and writes so many neighbours of a row."""
+    if values == 1:
+        load = inlined(one_value, LOAD_ELEMENT=elements.loads(dtype))
+        return load, inlined(store_one, STORE_ELEMENT=elements.stores(dtype))
+    wide = accesses.load_repeated if repeats else accesses.load
+    return wide(dtype, values, accumulator), accesses.store_array(dtype, values, accumulator)
+
+
+def finished(
+    product: Product,
+    info: DeviceInfo,
+    planes: Slot,
+    depth: int,
+    steps: tuple[int, int, int],
+    overlaps: bool = False,
+) -> Launch:
+    """Return the launch that finishes a product of `depth` planes.
+
+    `steps` lead from a place, a plane and a row to the next, in values of the accumulator, 16 bytes
+    each at the least where rows are whole 16 bytes. `overlaps`: it may begin before the launch
+    before it has ended.
+    """
+    p, acc = product, product.accumulator
+    size = intrinsics.itemsize(acc)
+    values = 16 // size
+    repeated = p.extra is not None and not p.extra.strides[2]
+    others = p.out, p.pre, None if repeated else p.extra
+    wide = info.capability >= WIDE_SINCE[p.out.dtype]
+    wide = wide and all(step % values == 0 for step in steps)
+    if not wide or p.n % values or not all(o is None or o.in_wholes(p.n, values) for o in others):
+        values = 1
+    threads = threads_of(info)
+    lanes = threads // tiling.RUN if info.capability[0] else tiling.SIMULATED_TILE.block_n
+    load, _ = _accesses(acc, acc, values)
+    few, deep = tiling.FINISH_FEW, (tiling.JOIN_AHEAD, tiling.JOIN_THEN)
+    ahead, then = deep if depth >= tiling.FINISH_DEEP else few
+    bindings = parts_of(p) | {
+        "THREADS": threads,
+        "ROWS": tiling.RUN,
+        "LANES": lanes,
+        "VALUES": values,
+        "AHEAD": ahead,
+        "THEN": then,
+        "OVERLAPS": overlaps,
+        "REAL": getattr(types, acc),
+        "ZERO": np.dtype(acc).type(0),
+        "ITEMSIZE": size,
+        "LOAD": load,
+        "STORE_SUM": elements.stores(acc),
+        "STORE_OUT": _accesses(p.out.dtype, acc, values)[1],
+    }
+    if p.bias is not None:
+        bindings["LOAD_BIAS"] = elements.loads(p.bias.dtype)
+    if p.extra is not None:
+        bindings["LOAD_EXTRA"] = _accesses(p.extra.dtype, acc, values, repeated)[0]
+    if p.pre is not None:
+        bindings["STORE_PRE"] = _accesses(p.pre.dtype, acc, values)[1]
+    name = f"finish {p.epilogue.name}"
+    # (a count of blocks keeps the assembler from spilling for more of them)
+    made = kernel_of(finish_planes, FINISH, bindings, threads=threads, blocks=2, name=name)
+    row_blocks, column_blocks = -(-p.m // tiling.RUN), -(-p.n // (lanes * values))
+    place, plane, row = (step * size for step in steps)
+    arguments = FINISH(
+        parts=Parts(planes, depth, plane, place, row),
+        m=p.m,
+        n=p.n,
+        row_blocks=row_blocks,
+        column_blocks=column_blocks,
+        **finishing(p, p.out, Slot("out"), in_bytes),
+    )
+    return Launch(made, (row_blocks * column_blocks * p.places, 1, 1), arguments, overlaps=overlaps)
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Where the parts of a product's sum are stored; the only part of one goes to the result."""
+
+    product: Product
+    #: What the kernel makes: the product, or where K is cut its bare sums, the planes.
+    stored: Product
+    slot: Slot
+    parts: int
+    #: From a place, a part and a row to the next, in values.
+    steps: tuple[int, int, int] = (0, 0, 0)
+
+    @classmethod
+    def of(cls, product: Product, parts: int, workspace: int = 0) -> Planes:
+        """Return the planes behind so many bytes of the workspace, those of a place together."""
+        p = product
+        if parts == 1:
+            return cls(p, p, Slot("out"), parts)
+        steps = parts * p.m * p.n, p.m * p.n, p.n
+        return cls(p, _bare(p, p.n), Slot("work", workspace), parts, steps)
+
+    @classmethod
+    def padded(cls, product: Product, parts: int) -> Planes:
+        """Return the planes of which rows are whole 16 bytes, those of a part together."""
+        p = product
+        if parts == 1:
+            return cls(p, p, Slot("out"), parts)
+        pitch = tiling.round_up(p.n, 16 // intrinsics.itemsize(p.accumulator))
+        steps = p.m * pitch, p.places * p.m * pitch, pitch
+        return cls(p, _bare(p, pitch), Slot("work"), parts, steps)
+
+    def plan(
+        self,
+        launches: tuple[Launch, ...],
+        info: DeviceInfo,
+        tile: Any,
+        block_m: int,
+        workspace: int = 0,
+        overlaps: bool = False,
+    ) -> Plan:
+        """Return the plan of these launches, and of those that make the result of the planes.
+
+        `tile` and `block_m` are those of a product that is not cut, `workspace` are the bytes that
+        `launches` use. `overlaps`: the planes are padded, and the launch behind may begin before
+        the one before it has ended.
+        """
+        if self.parts == 1:
+            return Plan(launches, tile, workspace, block_m)
+        joined, end = self._joined(info, overlaps)
+        shown = f"{tile}, K in {self.parts} parts"
+        workspace = max(workspace, end)
+        return Plan((*launches, *joined), shown, workspace, tiling.RUN, self.parts)
+
+    def _joined(self, info: DeviceInfo, overlaps: bool) -> tuple[tuple[Launch, ...], int]:
+        """Return the launches that make the result of the planes, and the end of the workspace."""
+        p, acc, itemsize = self.product, self.product.accumulator, self.stored.out.itemsize
+        end = self.slot.offset + p.places * self.parts * self.stored.out.strides[0] * itemsize
+        graphs = p.epilogue.graphs
+        if p.sums or len(graphs) > 1 or graphs[0] is not leaf("z"):
+            return (finished(p, info, self.slot, self.parts, self.steps, overlaps),), end
+        lengths = p.places, self.parts, p.m, p.n
+        # (older devices round to bfloat16 by integers, value by value)
+        wide = info.capability >= (8, 0) and p.places <= joins.MOST_ALONG_Y
+        if overlaps or (wide and p.out.in_wholes(p.n, 16 // itemsize)):
+            made = joins.rows(info, acc, self.slot, p.out, lengths, self.steps, overlaps)
+            return (made,), end
+        stage = Slot("work", -(-end // 256) * 256)
+        launches, staged = joins.joins(info, acc, self.slot, p.out, lengths, stage)
+        return launches, stage.offset + staged
+
+
+def _bare(product: Product, pitch: int) -> Product:
+    """Return the product that stores planes with rows of so many values: it has no epilogue."""
+    plane = Operand(product.accumulator, (product.m * pitch, pitch, 1), 16)
+    made = replace(product, epilogue=sum_of_terms(0), out=plane, sums=False)
+    return replace(made, bias=None, extra=None, pre=None, bias1=None, pre1=None)

@@ -1,0 +1,134 @@
+"""Into how many parts a sum over K is cut: a function of sizes, dtypes and the device alone.
+
+Guards: "The same bits" of docs/numerics.md on CUDA, and that few blocks do not leave a device idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from conftest import SIMULATED, unavailable
+
+import numfuse as nf
+from numfuse import epilogues
+from numfuse.language.curves import leaf
+
+try:
+    from numfuse.backends.cuda import tiling
+    from numfuse.backends.cuda.kernels.hopper import tiling as hopper
+    from numfuse.backends.cuda.plan import tiers
+    from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Product
+except ImportError as error:
+    unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
+
+if SIMULATED:
+    pytest.skip("the simulator has no intrinsics", allow_module_level=True)
+
+HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
+AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
+TURING = DeviceInfo("T4", (7, 5), 40, 64 << 10, 64 << 10, 4 << 20)
+LAYER = epilogues.layer(nf.activations()["gelu"].curve)
+#: M, K, N, dtype, device, tier: few blocks of a long sum.
+CUT = [
+    (300, 7000, 100, "float32", HOPPER, "cores"),
+    (300, 7000, 100, "float64", HOPPER, "tensor cores"),
+    (100, 2000, 1000, "float64", HOPPER, "tensor cores"),
+    (304, 7000, 104, "bfloat16", HOPPER, "wgmma"),
+    (304, 7000, 104, "float16", AMPERE, "tensor cores"),
+    (16, 65536, 512, "float32", HOPPER, "cores"),
+    (4, 65536, 512, "float64", AMPERE, "cores"),
+    (300, 7000, 100, "float32", TURING, "mirror"),
+    (300, 7000, 100, "bfloat16", TURING, "mirror"),
+]
+
+
+def product(m, k, n, dtype, places=1, **features):
+    acc = "float64" if dtype == "float64" else "float32"
+    lines = ((m, k), (k, n), (m, n))
+    x, y, out = (Operand(dtype, (r * c, c, 1), 16) for r, c in lines)
+    return Product(m, n, k, places, x, y, out, acc, **features)
+
+
+def plan(made, info):
+    tier, found = tiers.choose(made, info)
+    return tier.name, found
+
+
+def layer(made, *results, slope=False):
+    """A product that ends in a layer, or in its slope with column sums."""
+    bias = Operand(made.x.dtype, (0, 0, 1), 16)
+    pre = replace(made.out, dtype=made.accumulator) if "pre" in results else None
+    whole = LAYER.select("out", *results)
+    if slope:
+        made = replace(made, extra=made.out, sums=True)
+        whole = whole.backward().guarded().select("d_z")
+    return replace(made, epilogue=whole, bias=bias, pre=pre)
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_a_long_sum_of_few_blocks_is_cut_whatever_it_ends_in(case):
+    *sizes, dtype, info, tier = case
+    bare = product(*sizes, dtype)
+    name, found = plan(bare, info)
+    assert name == tier and found.parts > 1 and f"K in {found.parts} parts" in str(found.tiling)
+    for made in (layer(bare), layer(bare, "pre"), layer(bare, slope=True)):
+        name, other = plan(made, info)
+        # a sum has the same bits whatever is made of it
+        assert (name, other.parts) == (tier, found.parts)
+        *before, finish = other.launches
+        assert finish.kernel.name.startswith("finish") and before
+        assert other.block_m == tiling.RUN or not made.sums
+        m, _, n = sizes
+        assert other.workspace >= found.parts * m * n * (8 if dtype == "float64" else 4)
+        # the parts alone, before any epilogue
+        assert all("sums" not in x.table and "bias" not in x.table for x in before)
+    assert plan(replace(bare, whole=True), info)[1].parts == 1
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_many_blocks_and_short_sums_are_in_one_piece(case):
+    m, k, n, dtype, info, _ = case
+    assert plan(product(m, k, n, dtype, places=4096), info)[1].parts == 1
+    assert plan(product(4096, k, 4096, dtype), info)[1].parts == 1
+    assert plan(product(m, 200, n, dtype), info)[1].parts == 1
+
+
+@pytest.mark.parametrize("tiles", [tiling.CORE_BLOCKS, tiling.DOUBLE_LONG, tiling.HALF_BLOCKS])
+def test_parts_cover_the_sum_once_in_whole_slices(tiles):
+    for multiprocessors in (1, 20, 132, 1000):
+        for m, n, k in ((1, 1, 600), (300, 100, 7000), (33, 65, 1025), (64, 4096, 4097)):
+            tile, part, parts, work = tiling.block(tiles, m, n, k, 1, False, multiprocessors)
+            assert part * (parts - 1) < k <= part * parts and work > 0
+            assert parts == 1 or (part % tile.block_k == 0 and part >= tiling.SPLIT_PART - 32)
+            again = tiling.block(tiles, m, n, k, 1, False, multiprocessors)
+            assert again == (tile, part, parts, work)
+    assert tiling.block(tiles, 300, 100, 7000, 1, False, 1)[2] == 1
+    assert tiling.block(tiles, 300, 100, 7000, 1, False, 132)[2] > 4
+
+
+def test_what_memory_limits_is_not_cut():
+    """Guards: rows through a weight take the time of reading that, and of no launch more."""
+    for m in (1, 8, 16, 64):
+        assert plan(product(m, 4096, 4096, "bfloat16"), HOPPER)[1].parts == 1
+        assert plan(product(m, 4096, 4096, "float32"), HOPPER)[1].parts == 1
+    assert tiling.thin_parts(128, 1, 65536, 4, 132) == 1 == tiling.thin_parts(66, 1, 65536, 4, 132)
+    assert tiling.thin_parts(16, 64, 7000, 4, 132) > 2
+    nbytes = 2 * (16 * 4096 + 4096 * 4096 + 16 * 4096)
+    assert hopper.hopper_cut(16, 4096, 64, 1, 132, False, nbytes) is None
+    assert hopper.hopper_cut(16, 4096, 64, 1, 132, False, 0) is not None
+
+
+def test_a_sum_that_is_cut_alone_is_not_made_beside_another_one():
+    single = product(304, 7000, 104, "bfloat16")
+    both = epilogues.Epilogue(
+        "sums", ("z", "z1"), (), (("out", leaf("z")), ("pre", leaf("z1")))
+    )  # fmt: skip
+    pair = replace(single, y1=single.y, pre=single.out, epilogue=both)
+    assert tiers.choose(single, HOPPER)[1].parts > 1
+    assert tiers.choose(pair, HOPPER) is None
+    assert tiers.choose(replace(pair, whole=True), HOPPER)[1].parts == 1
+    sizes = {"few blocks": (304, 104, 7000, 1), "both fill it": (64, 4096, 8192, 1)}
+    stay = {x: tiers.stay_whole("bfloat16", HOPPER, *size) for x, size in sizes.items()}
+    assert stay == {"few blocks": False, "both fill it": True}
+    assert not tiers.stay_whole("float32", HOPPER, 304, 104, 7000, 1)

@@ -1,0 +1,139 @@
+"""The sweep of `asv_benches/cuda_sweep.py`: its cases, its errors, what it keeps and reports.
+
+It runs where a GPU is lent by the minute, so all but the GPU's own part is run here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "asv_benches"
+pytest.importorskip("torch")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """What imports one of the scripts."""
+    if not SCRIPTS.is_dir():
+        pytest.skip("a checkout has the scripts")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module
+
+
+def test_cases_fit_and_are_of_all_kinds_and_a_seed_draws_them_again(script):
+    cases = script("sweep_cases")
+    memory = float(1 << 30)
+    drawn = [cases.draw(random.Random(seed), memory) for seed in range(400)]
+    assert drawn == [cases.draw(random.Random(seed), memory) for seed in range(400)]
+    assert all(x.nbytes <= memory and x.work <= cases.WORK[x.dtype] for x in drawn)
+    for name, kinds in (
+        ("operation", set(cases.OPERATIONS)), ("dtype", set(cases.DTYPES)),
+        ("activation", set(cases.ACTIVATIONS)), ("turned", {False, True}),
+        ("bias", {False, True}), ("real", {False, True}), ("shared", {False, True}),
+    ):  # fmt: skip
+        assert {getattr(x, name) for x in drawn} == kinds, name
+    sizes = [s for x in drawn for s in (x.m, x.k, x.n)]
+    assert min(sizes) == 1 and max(sizes) > 1 << 15 and max(sizes) <= cases.MOST
+    assert any(s % 2 for x in drawn if not x.real for s in (x.m, x.k, x.n))
+    assert 0.3 < sum(x.real for x in drawn) / 400 < 0.7 and any(x.batch for x in drawn)
+
+
+def test_an_exact_product_has_twice_the_digits_of_float64(script):
+    import torch
+
+    cases = script("sweep_cases")
+    rng = np.random.default_rng(5)
+    x, y = (
+        rng.standard_normal((3, 900)),
+        rng.standard_normal((900, 4)) * 10.0 ** rng.integers(-9, 9),
+    )
+    exact = x.astype(np.longdouble) @ y.astype(np.longdouble)
+    got = cases.exact_product(torch.from_numpy(x), torch.from_numpy(y), True).numpy()
+    # u of the result's own rounding, and as much of the sum of the slices' products
+    magnitude = abs(x) @ abs(y)
+    assert (abs(got - exact) <= 2.0**-53 * (abs(exact) + 2.0**-8 * magnitude)).all()
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward, saved", "gated backward"])
+def test_a_case_is_measured_and_kept(script, operation, tmp_path, monkeypatch):
+    """Guards: a run on a GPU that is lent for minutes does not fail for a misspelt name."""
+    import torch
+
+    cases, sweep, report = map(script, ("sweep_cases", "cuda_sweep", "sweep_report"))
+    case = cases.Case(operation, "f32", 5, 6, 7, 0, False, True, True, "relu", False, 3)
+    way = torch.compile
+    monkeypatch.setattr(  # its tracing alone
+        torch, "compile", lambda f, **how: way(f, backend="eager", fullgraph=True, **how)
+    )
+    into, records = tmp_path / "run.jsonl", [{"kind": "run", "id": "one", "gpu": "a GPU"}]
+    odd = replace(case, activation="no such thing")
+    done = sweep.sweep(
+        iter([case, odd]), "cpu", sweep.HostClock(), True, np.inf,
+        lambda record: records.append({**record, "run": "one"}),
+    )  # fmt: skip
+    assert done == 2 and "case" in records[2]["failed"]
+    assert records[1]["failed"] == {}, records[1]["failed"]
+    names = set(records[1]["device"])
+    assert names == set(records[1]["wall"]) == set(records[1]["errors"]) >= {
+        "numfuse", "torch", "torch.compile",
+    }  # fmt: skip
+    assert ("fused cuBLAS" in names) == (operation == "forward")
+    assert all(e < 1e-5 for errors in records[1]["errors"].values() for e in errors)
+    into.write_text("\n".join(map(json.dumps, records)) + '\n{"kind": "case", "cut')
+    read = report.read([into, into])
+    assert len(read) == 2 and read[0]["of"]["gpu"] == "a GPU"
+    assert report.ratio(read[0]) > 0 and report.ratio(read[1]) is None
+
+
+def test_a_wrong_result_and_a_nan_show_in_the_error(script):
+    import torch
+
+    errors = script("sweep_cases").errors
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert errors(torch.tensor([3.0, 4.5]), (exact,)) == [0.1]
+    assert errors((exact, torch.tensor([3.0, torch.nan])), (exact, exact)) == [0.0, np.inf]
+    with pytest.raises(ValueError, match=r"must have shape \(2,\), got \(1,\)"):
+        errors(torch.tensor([3.0]), (exact,))
+
+
+def test_the_report_counts_shapes_errors_and_the_worst(script, tmp_path):
+    cases, report = script("sweep_cases"), script("sweep_report")
+    shape = cases.Case("forward", "f32", 300, 7000, 100, 0, False, False, True, "gelu", False, 0)
+    records = []
+    for i, (peer, off) in enumerate(((0.2, 5), (1.0, 1), (1.0, 1), (2.0, 1))):
+        case = replace(shape, seed=i, turned=i > 1).record()
+        device = {"numfuse": 1e-3, "torch": 1e-3 * peer, "torch.compile": 3e-3}
+        error = {"numfuse": [off * 2e-7], "torch": [2e-7], "torch.compile": [2e-8]}
+        records.append({"kind": "case", "case": case, "run": "a", "device": device, "wall": device,
+                        "errors": error, "failed": {}, "tier": "cores: x"})  # fmt: skip
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(json.dumps(x) for x in records))
+    found = report.read([path])
+    text = report.report(found, worst=2)
+    mean = (0.2 * 2.0) ** 0.25
+    assert f"| all, device time | 4 | 75.0% | 1 | 0.20 | {mean:.3f} | 25.0% |" in text
+    assert f"| weight: (out, in) | 2 | 100.0% | 0 | 1.00 | {2**0.5:.3f} | 0.0% |" in text
+    worst = text.partition("the worst 2")[2].splitlines()[2]
+    assert worst.startswith("| forward, f32, gelu: 300 x 7000 x 100, bias | 0.20 | 0.20 | torch |")
+    assert "error 5 x: forward" in text
+    report.draw(found, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 5000
+    assert report.report([]) == "No results are kept."
+
+
+def test_calls_of_full_size_are_planned_without_a_gpu(script):
+    pytest.importorskip("numba_cuda")
+    cases, plans = script("sweep_cases"), script("cuda_plans")
+    rng = random.Random(11)
+    for info in plans.GPUS.values():
+        for _ in range(6):
+            case = cases.draw(rng, float(3 << 30))
+            told, launches = plans.planned(case, info)
+            assert launches and told, case
