@@ -12,7 +12,7 @@ from sweep_cases import Case
 
 import numfuse as nf
 from numfuse.backends import OneRun, Traits, latest
-from numfuse.backends.cuda.call.arrays import dtype_of, ghost
+from numfuse.backends.cuda.call.arrays import ghost
 from numfuse.backends.cuda.call.record import recorded
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch
 from numfuse.backends.cuda.plan.program import Recorder, View, strides_of
@@ -20,6 +20,7 @@ from numfuse.problem.fields import FIELDS
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.jets import JetProblem
 from numfuse.runtime.replay import Replay
+from numfuse.runtime.views import dtype_of
 
 GPUS = {
     "h100": DeviceInfo("NVIDIA H100 80GB HBM3", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20),

@@ -1,4 +1,7 @@
-"""Arrays of other libraries by DLPack: taken where they are, given, and let go of once."""
+"""Arrays of other libraries by DLPack: taken where they are, given, and let go of once.
+
+Guards: memory of another library is neither kept nor let go of twice, nor written where it says no.
+"""
 
 from __future__ import annotations
 
