@@ -246,7 +246,7 @@ def test_packed_weights_of_a_batch_of_networks():
     ("weights", "kind", "message"),
     [
         (np.ones((2, 2)), TypeError, "sequence of arrays, got ndarray"),
-        ([], TypeError, "sequence of arrays, got list"),
+        ([], TypeError, "sequence of arrays, got an empty list"),
         ([np.ones((2, 3)), np.ones((2, 3))], ValueError, r"weights\[1\] .* \(..., 3, N\), got"),
         ([np.ones(3)], ValueError, r"weights\[0\] .* \(..., K, N\), got \(3,\)"),
         ([np.ones((2, 2)), np.ones((2, 2), "f4")], TypeError, "float32"),
