@@ -9,6 +9,7 @@
 - definition: MiB that an activation leaves behind which is defined again and again;
 - sums: the error of a sum of K products beside that of NumPy's BLAS, in the Frobenius norm and in
   u: the largest of three draws, and of the same sums as a forward, as d_a and as d_b;
+  then a very long sum beside NumPy's pairwise one (OPENBLAS_CORETYPE chooses OpenBLAS's kernels);
 - apart: a backward of a batch over one `b` whose rows lie apart, beside contiguous operands, and
   beside copies that the caller makes.
 
@@ -145,6 +146,15 @@ def sums(draws: int = 3) -> None:
                     blas[kind] = max(blas[kind], off(a @ b))
             cells = " | ".join(f"{x:.1f}" for x in ours + blas)
             print(f"| {np.dtype(dtype)} | {k} | {cells} |", flush=True)
+    print("\nThe error of a sum of 1,000,000 products by that of NumPy's pairwise sum of them:")
+    for draw in (rng.standard_normal, rng.random):
+        a, b = draw((4, 1_000_000)).astype(np.float32), draw((1_000_000, 6)).astype(np.float32)
+        exact = a.astype(np.float64) @ b.astype(np.float64)
+        pairs = np.array([[np.add.reduce(x * y) for y in np.ascontiguousarray(b.T)] for x in a])
+        ours = nf.matmul_bias_activation(a, b)
+        print(
+            f"{draw.__name__}: {np.linalg.norm(ours - exact) / np.linalg.norm(pairs - exact):.1f}"
+        )
 
 
 def apart() -> None:
