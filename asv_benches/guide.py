@@ -1,12 +1,17 @@
-"""The figures of the guide that no other script measures.
+"""The figures of the guide and of numerics.md that no other script measures.
 
-    python asv_benches/guide.py                    all of them: half a minute
+    python asv_benches/guide.py                    all of them: two minutes
     python asv_benches/guide.py recompute pack     those whose names are given
 
 - recompute: three gelu layers of `numfuse.adapters.torch`, rows x width: MiB that the graph holds
   between forward and backward beside the parameters, and the time of both, recomputed to kept;
 - pack: the gradients of a network of few rows with packed weights, to those with plain ones;
-- definition: MiB that an activation leaves behind which is defined again and again.
+- definition: MiB that an activation leaves behind which is defined again and again;
+- sums: the error of a sum of K products beside that of NumPy's BLAS, in the Frobenius norm and in
+  u: the largest of three draws, and of the same sums as a forward, as d_a and as d_b;
+  then a very long sum beside NumPy's pairwise one (OPENBLAS_CORETYPE chooses OpenBLAS's kernels);
+- apart: a backward of a batch over one `b` whose rows lie apart, beside contiguous operands, and
+  beside copies that the caller makes.
 
 Contestants take turns in one process; figures are medians.
 """
@@ -19,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numba
 import numpy as np
 
 import numfuse as nf
@@ -113,7 +119,75 @@ def definition(count: int = 100) -> None:
     print(f"a definition, forward and backward, leaves {left:.2f} MiB")
 
 
-ALL = {"recompute": recompute, "pack": pack, "definition": definition}
+def sums(draws: int = 3) -> None:
+    print("| dtype | K | normal | (0, 1) | BLAS, normal | (0, 1) |\n|---|---|---|---|---|---|")
+    rng = np.random.default_rng(0)
+    run = nf.matmul_bias_activation_bwd
+    for dtype, wide, u in ((np.float32, np.float64, 2**-24), (np.float64, np.longdouble, 2**-53)):
+        for k in (256, 300, 512, 1024, 8192, 100_000):
+            m, n = (64, 48) if k < 100_000 else (16, 24)
+            ours, blas = [0.0, 0.0], [0.0, 0.0]
+            for kind, draw in enumerate((rng.standard_normal, rng.random)):
+                for _ in range(draws):
+                    a, b = draw((m, k)).astype(dtype), draw((k, n)).astype(dtype)
+                    exact = a.astype(wide) @ b.astype(wide)
+
+                    def off(x: np.ndarray, exact=exact, u=u) -> float:
+                        return float(np.linalg.norm(x - exact) / np.linalg.norm(exact)) / u
+
+                    a_t, b_t = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
+                    unread = np.zeros((m, n), dtype)
+                    same = (
+                        nf.matmul_bias_activation(a, b),
+                        run(a, unread, b_t, needs=("a",)).d_a,
+                        run(b, a_t, unread, needs=("b",)).d_b,
+                    )
+                    ours[kind] = max(ours[kind], *map(off, same))
+                    blas[kind] = max(blas[kind], off(a @ b))
+            cells = " | ".join(f"{x:.1f}" for x in ours + blas)
+            print(f"| {np.dtype(dtype)} | {k} | {cells} |", flush=True)
+    print("\nThe error of a sum of 1,000,000 products by that of NumPy's pairwise sum of them:")
+    for draw in (rng.standard_normal, rng.random):
+        a, b = draw((4, 1_000_000)).astype(np.float32), draw((1_000_000, 6)).astype(np.float32)
+        exact = a.astype(np.float64) @ b.astype(np.float64)
+        pairs = np.array([[np.add.reduce(x * y) for y in np.ascontiguousarray(b.T)] for x in a])
+        ours = nf.matmul_bias_activation(a, b)
+        print(
+            f"{draw.__name__}: {np.linalg.norm(ours - exact) / np.linalg.norm(pairs - exact):.1f}"
+        )
+
+
+def apart() -> None:
+    print("| batch x M x K x N | dtype | threads | apart | copied first |\n|---|---|---|---|---|")
+    rng = np.random.default_rng(0)
+    shapes = (16, 512, 64, 512), (16, 512, 512, 64), (16, 512, 512, 512), (300, 32, 256, 256)
+    run = nf.matmul_bias_activation_bwd
+    before = numba.get_num_threads()
+    for threads in dict.fromkeys((1, before)):
+        numba.set_num_threads(threads)
+        for batch, m, k, n in shapes:
+            for dtype in (np.float32, np.float64):
+                # The first row of each member is left out: no stride walks the rows of all members.
+                a = rng.standard_normal((batch, m + 1, k)).astype(dtype)[:, 1:]
+                grad = rng.standard_normal((batch, m + 1, n)).astype(dtype)[:, 1:]
+                whole = grad.copy(), a.copy()
+                b, bias = rng.standard_normal((k, n)).astype(dtype), np.zeros(n, dtype)
+                one, view, copied = medians(
+                    lambda x=whole, b=b, c=bias: run(*x, b, c, "gelu"),
+                    lambda x=(grad, a), b=b, c=bias: run(*x, b, c, "gelu"),
+                    lambda x=(grad, a), b=b, c=bias: run(*(y.copy() for y in x), b, c, "gelu"),
+                )
+                print(
+                    f"| {batch} x {m} x {k} x {n} | {np.dtype(dtype)} | {threads} | "
+                    f"{view / one:.2f} | {copied / one:.2f} |",
+                    flush=True,
+                )
+    numba.set_num_threads(before)
+
+
+ALL = {
+    "recompute": recompute, "pack": pack, "definition": definition, "sums": sums, "apart": apart,
+}  # fmt: skip
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

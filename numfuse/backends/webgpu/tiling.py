@@ -35,7 +35,7 @@ DISPATCH_BYTES = 16 << 20
 #: submit is a few us of each. The device may idle as long, where it has nothing else to do.
 WAITING_SECONDS = 5e-4
 
-#: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
+#: Values of K that an invocation adds up behind one another, as in CUDA: a multiple of every
 #: tile's slices; 0: all of them.
 CHAIN = 256
 
