@@ -70,7 +70,9 @@ class Memory:
 
     def __init__(self, x: ndarray, kind: str, backend: str) -> None:
         self.root = root(x)
-        self.flat = self.root.reshape(-1, order="A")
+        # (the owner's axes may lie in memory in any order, as a copy keeps that of its source)
+        order = np.argsort([-step for step in self.root.strides], kind="stable")
+        self.flat = self.root.transpose(order).reshape(-1)
         assert self.flat.dtype == x.dtype and address(self.flat) == address(self.root)
         self.there = moved(self.flat, kind, backend)
 

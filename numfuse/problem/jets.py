@@ -438,7 +438,7 @@ def _fold(p: JetProblem, ghosts: bool) -> None:
             if any(length != 1 for length in x.shape[:-2]):
                 return
             views[name] = x[(0,) * (x.ndim - 2)]
-        elif name.removeprefix("d_") in p.operands and x.size == x.shape[-1]:
+        elif name.removeprefix("d_") in p.operands and all(n == 1 for n in x.shape[:-1]):
             views[name] = x[(0,) * (x.ndim - 2)]
         elif p.shared and name == "a_dot":
             views[name] = x

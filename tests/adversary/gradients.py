@@ -101,8 +101,10 @@ class Torch(Library):
         import torch
 
         leaves = [self.to(np.array(x), case).requires_grad_() for x in inputs]
-        results = f(*leaves)
-        given = [self.to(np.array(x), case) for x in cotangents]
+        pairs = zip(f(*leaves), cotangents, strict=True)
+        # (a result of none of the leaves has no gradient, and torch says so)
+        pairs = [(y, self.to(np.array(x), case)) for y, x in pairs if y.requires_grad]
+        results, given = zip(*pairs, strict=True)
         found = torch.autograd.grad(results, leaves, given, allow_unused=True)
         return [None if x is None else self.back(x) for x in found]
 

@@ -163,3 +163,12 @@ def test_devices_return_at_once_too(backend):
     ):  # fmt: skip
         products(batch, m, n, k, own, "gelu", backend, True)
     gates((LONG, 0), backend)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3, 4, 0), (2, 0, 4, 3), (0, 3, 0, 2), (2, 3, 4, 0)])
+def test_a_formulas_jet_of_nothing_has_its_shapes(lengths):
+    """An operand with an empty axis is no operand of one row."""
+    batch, m, k, n = lengths
+    a, b, x = np.ones((batch, m, k)), np.ones((k, n)), np.ones((batch, m, n))
+    found = nf.matmul_epilogue_jet(a, b, lambda z, y: z * y, (x,), a[None], a[None])
+    assert [y.shape for y in found] == [x.shape, (1, *x.shape), (1, *x.shape)]

@@ -70,8 +70,10 @@ class CpuBackend(OneRun):
     def record(self, kind: str, p: Any, names: Sequence[str]) -> Recording:
         """Return the program of a problem; see :class:`numfuse.backends.Replaying`."""
         zeroed = without_terms(p)
-        if zeroed is not None:
-            return Recording(sequence.nothing([names.index(x) for x in zeroed]), (), 0)
+        if zeroed is not None:  # (a result that nobody asks for has no name here)
+            return Recording(
+                sequence.nothing([names.index(x) for x in zeroed if x in names]), (), 0
+            )
         large = _takes_threads(p)
         made = _RECORD[kind](p, names, threads.number() if large else 1)
         # (`sequence.formulas_of`, written here: a first call passes as few functions as it can)
