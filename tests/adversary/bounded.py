@@ -212,6 +212,13 @@ class Number:
         v, m, e = (y.swapaxes(-1, -2) for y in (x.v, x.m, x.e))
         return Number(x.rules, v, m, e, (x,), lambda g: (g.t,))._as(x)
 
+    def stored(self) -> Number:
+        """Return a number that half types may round here, and its gradient too."""
+        x = self
+        if not x.rules.half:
+            return x
+        return Number(x.rules, x.v, x.m, _restored(x), (x,), lambda g: (g.stored(),))._as(x)
+
     def reshape(self, shape: tuple[int, ...]) -> Number:
         x = self
         v, m, e = (y.reshape(shape) for y in (x.v, x.m, x.e))

@@ -279,8 +279,8 @@ class Network:
         for w, bias, act in zip(weights, biases, acts, strict=True):
             z = matmul(self.inputs[-1], w, bias)
             self.sums.append(z)
-            self.inputs.append(activation(act, z, guard))
-        self.out = self.inputs[-1]
+            self.out = activation(act, z, guard)
+            self.inputs.append(self.out.stored())  # (a device's layers are calls of their own)
 
     @property
     def operands(self) -> list[Some]:
