@@ -16,11 +16,12 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 try:
+    from cuda_devices import AMPERE, HOPPER
     from cuda_machine import Machine
 
     from numfuse.backends.cuda.kernels import joins, layouts, pointwise
     from numfuse.backends.cuda.kernels.ampere import outer, simt, tensor_core, thin
-    from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Product, Slot
+    from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -37,8 +38,6 @@ if SIMULATED:
 #: Minutes of kernels that run in Python.
 pytestmark = pytest.mark.long
 
-HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
-AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
 DTYPES = {
     "float64": np.dtype("float64"), "float32": np.dtype("float32"),
     "float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16),

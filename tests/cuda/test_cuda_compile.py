@@ -34,6 +34,8 @@ from numfuse.problem.networks import NetworkProblem
 from numfuse.runtime.strided import contiguous
 
 try:
+    from cuda_devices import ADA, AMPERE, HOPPER, TURING
+
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
     from numfuse.backends.cuda.kernels import (
         jet_lines,
@@ -72,10 +74,6 @@ try:
 except Exception as error:  # numba-cuda's own, for want of a toolkit
     unavailable("cuda-compiler", f"numba-cuda finds no NVVM: {error}")
 
-AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
-TURING = DeviceInfo("T4", (7, 5), 40, 64 << 10, 64 << 10, 4 << 20)
-ADA = DeviceInfo("RTX 4090", (8, 9), 128, 99 << 10, 100 << 10, 72 << 20)
-HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
 ACT = nf.activations()
 
 

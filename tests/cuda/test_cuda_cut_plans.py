@@ -15,19 +15,18 @@ from numfuse import epilogues
 from numfuse.language.curves import leaf
 
 try:
+    from cuda_devices import AMPERE, HOPPER, TURING
+
     from numfuse.backends.cuda import tiling
     from numfuse.backends.cuda.kernels.hopper import tiling as hopper
     from numfuse.backends.cuda.plan import tiers
-    from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Product
+    from numfuse.backends.cuda.plan.product import Operand, Product
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
 if SIMULATED:
     pytest.skip("the simulator has no intrinsics", allow_module_level=True)
 
-HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
-AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
-TURING = DeviceInfo("T4", (7, 5), 40, 64 << 10, 64 << 10, 4 << 20)
 LAYER = epilogues.layer(nf.activations()["gelu"].curve)
 #: M, K, N, dtype, device, tier: few blocks of a long sum.
 CUT = [

@@ -17,8 +17,9 @@ from numfuse.problem import product
 from numfuse.runtime.replay import Replay
 
 try:
+    from cuda_devices import AMPERE, HOPPER
+
     from numfuse.backends.cuda.plan import lower
-    from numfuse.backends.cuda.plan.product import DeviceInfo
     from numfuse.backends.cuda.plan.program import Recorder, View, strides_of
     from numfuse.backends.cuda.plan.tiers import TIERS
 except ImportError as error:
@@ -29,8 +30,6 @@ if SIMULATED:
 
 import sanitize_cuda as script
 
-HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
-AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
 GELU = nf.activations()["gelu"]
 
 

@@ -28,10 +28,12 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
 from numfuse.runtime import replay
 
 try:
+    from cuda_devices import HOPPER
+
     from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
     from numfuse.backends.cuda.plan import batches
-    from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product
+    from numfuse.backends.cuda.plan.product import Derived, Operand, Product
     from numfuse.backends.cuda.plan.program import Recorder, View
 
     hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
@@ -44,7 +46,6 @@ except ImportError as error:
 if SIMULATED:
     pytest.skip("the simulator has no tensor cores", allow_module_level=True)
 
-HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
 TILES = list(dict.fromkeys(tile for tile, _ in HOPPER_TILES + HOPPER_SPLIT_TILES))
 
 

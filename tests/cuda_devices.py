@@ -1,0 +1,10 @@
+"""NVIDIA's GPUs as plans see them, for tests on machines that have none."""
+
+from __future__ import annotations
+
+from numfuse.backends.cuda.plan.product import DeviceInfo
+
+TURING = DeviceInfo("T4", (7, 5), 40, 64 << 10, 64 << 10, 4 << 20)
+AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
+ADA = DeviceInfo("RTX 4090", (8, 9), 128, 99 << 10, 100 << 10, 72 << 20)
+HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
