@@ -20,6 +20,7 @@ from numfuse.backends.webgpu.lower.networks import Gradient, gradients
 from numfuse.backends.webgpu.network_calls import GRADS, RESULTS, kind_of, problem_of
 from numfuse.backends.webgpu.stores import Store
 from numfuse.backends.webgpu.tiling import NETWORK_WIDTHS
+from numfuse.kept import given_back
 from numfuse.problem.results import NetworkGradients, NetworkJet
 from numfuse.runtime.strided import contiguous
 
@@ -248,7 +249,7 @@ def network(layered: Callable[..., Any], again: Callable[..., Any]) -> Callable[
     ) -> Any:  # fmt: skip
         """Return a forward's results or, with `grads`, the gradients; `keep`: what it kept."""
         mark, outs, given = None, None, ()
-        if _fits(x, weights) and (grads is None or keep is None or not keep.inputs):
+        if _fits(x, weights) and (grads is None or given_back(keep) is None):
             kind = "network" if grads is None else "network backward"
             kept = bool(keep) if grads is None else None
             mark = _mark(kind, weights, biases, how, form, kept, tuple(needs))
@@ -262,17 +263,30 @@ def network(layered: Callable[..., Any], again: Callable[..., Any]) -> Callable[
                 return found[0]
             return found
 
-        every = x, *weights, *(biases or ()), *(grads or ())
-        flat = None if out is None else outs
-        found = again(Call(mark, long), every, "none", (), (), flat, how[-1])
-        if type(found) is Raw:
-            own = (None,) * len(weights) if biases is None else biases
-            return _unpacked(found, x, weights, own, needs, dict(given))
+        outs = None if out is None else outs
+        call = Call(mark, long), x, weights, biases, grads or (), outs, how[-1]
+        found = _repeated(again, call, needs, given)
         if kept and type(found) is NetworkJet:
             return found, stacks.Kept([], [])
         return found
 
     return run
+
+
+def _repeated(
+    again: Callable[..., Any], call: tuple[Any, ...], needs: Sequence[str], given: Any
+) -> Any:
+    """Run a call, again if it was made before; return its results, gradients as `needs` has them.
+
+    `given` pairs the names of gradients with the caller's arrays for them.
+    """
+    operation, x, weights, biases, grads, outs, backend = call
+    every = x, *weights, *(biases or ()), *grads
+    found = again(operation, every, "none", (), (), outs, backend)
+    if type(found) is not Raw:
+        return found
+    own = (None,) * len(weights) if biases is None else biases
+    return _unpacked(found, x, weights, own, needs, dict(given))
 
 
 def _flat(out: Any, backward: bool, weights: Any) -> tuple[Any, Any]:
@@ -334,12 +348,8 @@ def perceptron(arrays: Own, again: Callable[..., Any]) -> Callable[..., Any]:
 
         if outs is None and out is not None:
             return long()
-        every = x, *weights, *(biases or ()), *(() if grad is None else (grad,))
-        flat = None if out is None else outs
-        found = again(Call(mark, long), every, "none", (), (), flat, how[-1])
-        if type(found) is Raw:
-            own = (None,) * len(weights) if biases is None else biases
-            return _unpacked(found, x, weights, own, needs, dict(given))
-        return found
+        outs, grads = None if out is None else outs, () if grad is None else (grad,)
+        call = Call(mark, long), x, weights, biases, grads, outs, how[-1]
+        return _repeated(again, call, needs, given)
 
     return run
