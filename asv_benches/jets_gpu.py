@@ -3,13 +3,16 @@
     python asv_benches/jets_gpu.py                       every row
     python asv_benches/jets_gpu.py --only float32 Burgers
     python asv_benches/jets_gpu.py --no-compile          without torch.compile and JAX
+    python asv_benches/jets_gpu.py --tiles 64,8,128,2 64,4,256,2 --only float32
+                                                         whole networks by these tiles alone
 
 Wall times, host included, of a whole gradient with operands on the device; contestants take turns
 in one process, figures are medians, results are compared with float64. Burgers' residual is
 u_t + u u_x - nu u_xx; the other rows are the Laplacian of a network of 50 inputs.
 
 - numfuse: :func:`numfuse.mlp_jet` and `mlp_jet_bwd` on PyTorch's tensors, the residual by PyTorch;
-  as a step of autograd; and replayed as a CUDA graph.
+  with the residual as one pass by :func:`numfuse.elementwise`; as a step of autograd; and replayed
+  as a CUDA graph.
 - torch nested: `autograd.grad` of `autograd.grad`. torch Taylor: the derivatives carried forward
   by hand, all in one product a layer, compiled, and replayed as a CUDA graph.
 - jax.jit: forward mode of forward mode (folx too for the Laplacian, with `--folx`), the gradient by
@@ -59,6 +62,20 @@ def burgers_grads(u: Any, dot: Any, ddot: Any) -> tuple[Any, Any, Any]:
     """The cotangents of a mean squared residual, by PyTorch."""
     r = (dot[1] + u * dot[0] - NU * ddot[0]) * (2 / len(u))
     return r * dot[0], torch.stack((r * u, r)), -NU * r[None]
+
+
+def residual(u: Any, x: Any, t: Any, xx: Any, scale: Any, nu: Any) -> tuple[Any, ...]:
+    """Return the cotangents as a formula of :func:`numfuse.elementwise`."""
+    r = (t + u * x - nu * xx) * scale
+    return r * x, r * u, r, -nu * r
+
+
+def burgers_fused(u: Any, dot: Any, ddot: Any) -> tuple[Any, Any, Any]:
+    """The same as `burgers_grads`, in one pass."""
+    d_dot = torch.empty_like(dot)
+    out = torch.empty_like(u), d_dot[0], d_dot[1], torch.empty_like(u)
+    nf.elementwise(residual, u, dot[0], dot[1], ddot[0], 2 / len(u), NU, out=out)
+    return out[0], d_dot, out[3][None]
 
 
 def laplace_grads(u: Any, dot: Any, ddot: Any) -> tuple[Any, Any, Any]:
@@ -243,7 +260,13 @@ def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse
     runs["numfuse"] = core
     runs["numfuse autograd"] = ours_autograd(points_on, ws, bs, second, loss)
     core()
-    runs["numfuse graphed"] = graphed(core)
+    if laplacian:
+        runs["numfuse graphed"] = graphed(core)
+    else:
+        runs["numfuse, torch's residual, graphed"] = graphed(core)
+        runs["numfuse fused"] = core = ours(points_on, ws, bs, second, burgers_fused)
+        core()
+        runs["numfuse graphed"] = graphed(core)
     if not (laplacian and sizes[0] > 8):
         runs["torch nested"] = nested(points_on, ws, bs, laplacian)
     if args.compile:
@@ -292,6 +315,51 @@ def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse
     print(f"{name}: {told}{ratio}", flush=True)
 
 
+def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Sequence[str]) -> None:
+    """Print the time of a gradient as a graph, by each tile of whole networks, and by layers."""
+    from numfuse.adapters import cuda_whole
+    from numfuse.backends.cuda import tiling
+    from numfuse.backends.cuda.call.entry import forget
+    from numfuse.backends.cuda.driver.devices import device
+    from numfuse.backends.cuda.plan import networks
+
+    x, layers = operands(np.random.default_rng(), points, (2, *sizes[1:]), dtype)
+    on = [torch.from_numpy(y).cuda() for y in (x, *[w for w, _ in layers], *[b for _, b in layers])]
+    points_on, ws, bs = on[0], on[1 : 1 + len(layers)], on[1 + len(layers) :]
+    ways: dict[str, Run] = {}
+    kept = tiling.NETWORK_TILES[dtype]
+    for word in ("layers", *words):
+        cuda_whole.ENABLED = word != "layers"
+        if cuda_whole.ENABLED:
+            made = tuple(map(int, word.split(",")))
+            if made[0] < max(sizes[1:-1]):
+                continue
+            tiling.NETWORK_TILES[dtype] = (made,)  # type: ignore[assignment]
+        networks.sizes_of.cache_clear()
+        forget(device(0))
+        run = ours(points_on, ws, bs, SECOND, burgers_fused)
+        try:
+            run()
+            ways[word] = graphed(run)
+        except Exception as error:
+            print(f"  {name}, {word}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    tiling.NETWORK_TILES[dtype] = kept
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    exact = flat(ways["layers"]())
+    for way, run in ways.items():
+        error = np.abs(flat(run()) - exact).max() / np.abs(exact).max()
+        print(f"  {name}, {way}: {error:.0e} from the layers", flush=True)
+    for _ in range(40):
+        for way in random.sample(list(ways), len(ways)):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            ways[way]()
+            torch.cuda.synchronize()
+            times[way].append(time.perf_counter() - start)
+    told = ", ".join(f"{way}: {1e3 * statistics.median(t):.3f} ms" for way, t in times.items())
+    print(f"{name}: {told}", flush=True)
+
+
 def main() -> None:
     """Run the rows that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -300,12 +368,17 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-jax", dest="jax", action="store_false")
     parser.add_argument("--folx", action="store_true")
+    parser.add_argument("--tiles", nargs="+", metavar="COLUMNS,OF_A_THREAD,THREADS,BLOCKS")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     print(torch.cuda.get_device_name())
     for name, how in (BURGERS | LAPLACE).items():
-        if all(word in name for word in args.only):
+        if not all(word in name for word in args.only):
+            continue
+        if not args.tiles:
             row(name, *how, args)
+        elif name in BURGERS:
+            tiles(name, *how, args.tiles)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ from numfuse.problem.networks import NetworkProblem
 if TYPE_CHECKING:
     from numfuse.adapters.stacks import Array, DeviceNetwork
 
-#: Whether one kernel runs a network that it can run. The simulator alone has run these kernels yet,
-#: so a GPU gets them where the environment asks for them.
-ENABLED = os.environ.get("NUMFUSE_CUDA_NETWORKS") == "1"
+#: Whether one kernel runs a network that it can run; else its layers do.
+ENABLED = os.environ.get("NUMFUSE_CUDA_NETWORKS") != "0"
 
 _FLAGS = ["guard", "pattern", "seconds", "units", "weights", "length"]
 

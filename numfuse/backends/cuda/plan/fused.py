@@ -255,6 +255,7 @@ class _Elements:
         p = self.p
         sources = dict(zip(accumulators, ("z", "z1"), strict=False)) | slots
         leaves = {leaf(x): leaf(slot) for x, slot in sources.items()}
+        before, there = self.rec.mark(), dict(self.sources)
         results = zip(_RESULTS, replace_leaves([e for e, _ in made], leaves), strict=False)
         views = dict(zip(_RESULTS, [view for _, view in made], strict=False))
         views |= {slot: self._array(x) for x, slot in slots.items()}
@@ -265,7 +266,11 @@ class _Elements:
         # a sum has the bits that it has beside another one, in one product
         sizes = p.m, p.n, k, prod(p.batch)
         whole = p.width > 1 and stay_whole(p.dtype.name, self.rec.device.info, *sizes)
-        return batches.launch(self.rec, *how, epilogue=epilogue, sums=sums, whole=whole)
+        table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=sums, whole=whole)
+        if chunks < 0:  # and numbers that it would have read are stored in vain
+            self.rec.undo(before)
+            self.sources = there
+        return table, chunks
 
     def _product(self, name: str, pair: tuple[str, str]) -> None:
         """Record the product whose sum is an input, and at its end what can be made of it there.

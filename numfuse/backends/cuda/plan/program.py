@@ -88,6 +88,15 @@ class Recorder:
         self.device.synchronize()  # the program may run on any stream
         return self._held[-1].address
 
+    def mark(self) -> tuple[Any, ...]:
+        """Return what :meth:`undo` takes: the state of the record."""
+        return len(self._steps), self._work, self._chief
+
+    def undo(self, mark: tuple[Any, ...]) -> None:
+        """Forget the launches since a mark, if no copy of a factor is among them."""
+        steps, self._work, self._chief = mark
+        del self._steps[steps:]
+
     def number(self, name: str) -> int:
         """The number of the buffer of an array."""
         return self._numbers.setdefault(name, len(self._numbers) + 2)

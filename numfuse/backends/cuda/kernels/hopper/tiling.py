@@ -126,6 +126,8 @@ def hopper_cut(
     epilogue is asked, as a sum has the same bits whatever is made of it. `nbytes` are those of the
     operands, at least: their way through memory takes its time in one part and in several.
     """
+    if not m * n * slices * places:
+        return None
     sizes = m, n, slices, places, multiprocessors, split, False, False
     one, tile, _ = _cheapest(*sizes, False, 1)
     if -(-m // tile.block_m) * -(-n // tile.block_n) * places >= multiprocessors:
