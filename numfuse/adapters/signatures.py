@@ -51,12 +51,12 @@ class Signature:
         self.options = [x for x in operation.options if x != "out"]
         #: The names of the operands in the problem.
         self.fields = dict(zip(self.arrays, operation.fields, strict=False))
+        named = {field: name for name, field in self.fields.items()}
+        #: What a message calls an array, by its name in the problem.
+        self.label: Callable[[str], str] = lambda field: named.get(field, field)
         known = getattr(CORE, self.name, None)
         returned = "Any" if known is None else known.__annotations__["return"]
         self.result: Any = tuple if returned in ("Any", "Array") else getattr(results, returned)
-
-    #: What a message calls an operand.
-    label: Callable[[str], str] = str
 
     def checked(self, x: dict[str, Any]) -> dict[str, Any]:
         """Return a call's arguments by name, in one form, after the checks that need no arrays.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from arrays import normal
-from conftest import unavailable
+from conftest import compiles_slowly, unavailable
 from frames import frames
 
 import numfuse as nf
@@ -173,6 +173,8 @@ def test_a_first_call_passes_few_functions(name):
         _, opened = frames(lambda: function(*operands, **options))  # noqa: B023
     first = {x for x in opened if not x[1].startswith("<")}
     functions, most = FIRST[name]
+    if not compiles_slowly("webgpu"):  # a GPU has tiles to weigh, and may cut K
+        functions, most = functions + 14, most + 60
     assert len(first) <= functions, sorted(first)
     assert len(opened) <= most, opened
 
