@@ -124,7 +124,7 @@ def _fused(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
         *operands, how = args
-        needs = tuple([name for i, name in enumerate(primitive.operands) if i in argnums])
+        needs = tuple([x for i, x in enumerate(primitive.operands) if i in argnums])
 
         def pull(g: Any) -> Any:
             cotangents = _cotangents(primitive, how, g, operands[0])
