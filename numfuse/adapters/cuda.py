@@ -124,7 +124,7 @@ def _put(x: ndarray, owner: Any) -> DeviceArray:
 epilogue_jet = jet
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
-network = stacks.network(cuda_networks.arrays_of(sys.modules[__name__], _put))
+network = cuda_networks.again(stacks.network(cuda_networks.arrays_of(sys.modules[__name__], _put)))
 
 
 def _read(x: Any) -> tuple[Kind, Any, int]:

@@ -119,6 +119,9 @@ class Torch(Kind):
             one = self._ones[ordinal, dtype] = empty((), dtype=self._dtypes[dtype], device=where)
         return partial(self._torch.empty_like, one.expand(shape))
 
+    def part(self, made: Any, at: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        return made.as_strided(shape, strides, at)
+
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
         dtype = self._names.get(x.dtype)
         if dtype is None:
@@ -163,6 +166,10 @@ class CuPy(Kind):
                 return self._cupy.empty(shape, dtype_of(dtype))
 
         return make
+
+    def part(self, made: Any, at: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        steps, size = [s * made.itemsize for s in strides], made.dtype
+        return self._cupy.ndarray(shape, size, made.data + at * made.itemsize, steps)
 
 
 class Numba(Interface):

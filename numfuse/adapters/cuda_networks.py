@@ -6,30 +6,53 @@ its current stream, in a capture too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
+from numfuse.activations import get
+from numfuse.adapters import cuda_whole, marks
 from numfuse.adapters.cuda_arrays import CuPy, Torch
 from numfuse.adapters.cuda_whole import Whole, whole
-from numfuse.adapters.stacks import Array, Arrays, DeviceNetwork, refuse_kind
+from numfuse.adapters.stacks import Array, Arrays, DeviceNetwork, Kept, refuse_kind
 from numfuse.backends.cuda.call import foreign
 from numfuse.backends.cuda.call.arrays import DeviceArray, ghost
 from numfuse.backends.cuda.call.foreign import Kind, kind_of
+from numfuse.backends.cuda.call.series import NOTES, repeated
 from numfuse.runtime.views import dtype_of
 
 
-class Own(Arrays):
+class Noted(Arrays):
+    """Arrays that are made and read where calls are noted; see `call.series`."""
+
+    def noted(self, x: Array) -> Array:
+        """Note an array that was made."""
+        notes = NOTES.get()
+        if notes is not None:
+            notes.made.append(x)
+        return x
+
+    def constant(self, x: ndarray, like: Array, shape: tuple[int, ...]) -> Array:
+        made, notes = super().constant(x, like, shape), NOTES.get()
+        if notes is not None:
+            notes.constants.append(made)
+        return made
+
+
+class Own(Noted):
     """numfuse's own arrays."""
+
+    def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
+        return self.noted(super().empty(like, shape))
 
     def whole(self, network: DeviceNetwork, backward: bool, more: bool = False) -> Whole | None:
         return None if more else whole(network, network.x.ordinal, backward)
 
 
-class Library(Arrays):
+class Library(Noted):
     """A library's arrays; `functions` are numfuse's on these, `reader` says how they are read."""
 
     def __init__(self, functions: Any, reader: Kind, put: Callable[..., Array], kind: Any) -> None:
@@ -50,7 +73,7 @@ class Library(Arrays):
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
         read, ordinal, _ = self.reader.read("x", like)
-        return self.reader.maker(ordinal, shape, read.dtype)()
+        return self.noted(self.reader.maker(ordinal, shape, read.dtype)())
 
     def whole(self, network: DeviceNetwork, backward: bool, more: bool = False) -> Whole | None:
         return None if more else whole(network, self.place(network.x), backward)
@@ -84,15 +107,6 @@ class TorchArrays(Library):
     def turned(self, x: Array, axes: tuple[int, ...]) -> Array:
         return x.permute(axes)
 
-    def copy(self, source: Array | None, target: Array) -> None:
-        if source is None:
-            target.zero_()
-        else:
-            target.copy_(source)
-
-    def add(self, x: Array, y: Array, out: Array) -> None:
-        self._torch.add(x, y, out=out)
-
 
 class CupyArrays(Library):
     """CuPy's arrays."""
@@ -108,12 +122,6 @@ class CupyArrays(Library):
 
     def repeated(self, x: Array, shape: tuple[int, ...]) -> Array:
         return self._cupy.broadcast_to(x, shape)
-
-    def copy(self, source: Array | None, target: Array) -> None:
-        target[...] = 0 if source is None else source
-
-    def add(self, x: Array, y: Array, out: Array) -> None:
-        self._cupy.add(x, y, out=out)
 
 
 _LIBRARIES: dict[type[Kind], type[Any]] = {Torch: TorchArrays, CuPy: CupyArrays}
@@ -135,3 +143,43 @@ def arrays_of(functions: Any, put: Callable[..., DeviceArray]) -> Callable[[str,
         return known[reader]
 
     return find
+
+
+def again(long: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs networks' jets as `long` does, and those that come again as one program."""
+
+    def run(
+        grads: Sequence[Any] | None, x: Any, weights: Any, biases: Any, how: tuple[Any, ...],
+        form: tuple[Any, Any], keep: Any, needs: Sequence[str], out: Any = None,
+    ) -> Any:  # fmt: skip
+        """Return a forward's results or, with `grads`, the gradients."""
+
+        def call() -> Any:
+            return long(grads, x, weights, biases, how, form, keep, needs, out)
+
+        lists = type(weights) in (tuple, list) and type(grads or ()) in (tuple, list)
+        if out is not None or not lists or kind_of(x) is None:
+            return call()
+        kind = "network" if grads is None else "network backward"
+        arrays, kept = [x, *weights, *(biases or ()), *(grads or ())], keep
+        if grads is not None and keep is not None:
+            if not isinstance(keep, Kept):
+                return call()
+            kept = len(keep.inputs), len(keep.sums)
+            arrays += [*keep.inputs, *keep.sums, keep.whole]
+        rest = kept, tuple(needs), cuda_whole.ENABLED
+        try:
+            mark = marks.mark(kind, weights, biases, how, form, *rest)
+        except (TypeError, ValueError):  # the long way says what is wrong
+            mark = None
+        if mark is None:
+            return call()
+
+        def formulas() -> Iterable[Any]:
+            activation, final, *_ = how
+            every = [*marks.several(activation), final]
+            return [e for f in every for e in get(f).formulas()]
+
+        return repeated(mark, arrays, how[-1], formulas, call)
+
+    return run

@@ -78,7 +78,7 @@ BOUNDS = {
     "gate": (1, 75, 230),
     "gate, in place": (0, 71, 240),
     "gate backward": (2, 79, 320),
-    "double backward": (4, 169, 2112),
+    "double backward": (4, 169, 2120),
     "residual double backward": (5, 132, 1260),
     "tangent": (2, 122, 740),
     "residual tangent": (2, 124, 790),

@@ -26,6 +26,7 @@ from numfuse.backends.cuda.call.record import (
     record,
     word,
 )
+from numfuse.backends.cuda.call.series import NOTES
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
@@ -116,6 +117,10 @@ def run(
             capture = None  # it asks the driver for the graph's number
     program.launch(stream, addresses, capture)
     latest.call = kept.told
+    notes = NOTES.get()
+    if notes is not None:
+        pairs = zip(results, kept.results, strict=True)
+        notes.add(kind, program, addresses, len(numbers), [x for x, f in pairs if callable(f)])
     if held:
         pairs = zip(results, kept.results, strict=True)
         results = [kind.wrap(x) if callable(make) else x for x, make in pairs]

@@ -87,6 +87,15 @@ class Kind:
         """Return a function that makes a C-contiguous array of any content at every call."""
         return DeviceArray.maker(device(ordinal), shape, dtype_of(dtype))
 
+    def part(self, made: Any, at: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """Return a view of what `maker`'s function made, of kinds that hold none.
+
+        It begins `at` an element, and its strides are in elements.
+        """
+        size = made.dtype.itemsize
+        steps = tuple([s * size for s in strides])
+        return DeviceArray(made.memory, made.address + at * size, shape, steps, made.dtype)
+
     def wrap(self, made: Any) -> Any:
         """Return what `maker`'s function made as one of this kind (of those that hold)."""
         return made

@@ -26,7 +26,7 @@ class Prepared:
 
     def __init__(self, device: Device, launch: Launch) -> None:
         kernel = launch.kernel
-        self.name = kernel.name
+        self.name, self.launch = kernel.name, launch
         #: Held as long as this may be started.
         self.module = device.module(kernel)
         if launch.shared_bytes > 48 << 10:

@@ -66,18 +66,18 @@ class _SimulatedLaunch:
     """A launch of the simulator."""
 
     def __init__(self, launch: Launch) -> None:
-        self.name, self._launch = launch.kernel.name, launch
+        self.name, self.launch = launch.kernel.name, launch
         self.table = tuple(dict.fromkeys(a.name for a in launch.arguments if isinstance(a, Slot)))
 
     def start(self, bases: tuple[int, ...], refs: tuple[tuple[int, int], ...]) -> None:
         """Run it to its end, with (number of the base, offset) of each address."""
-        kernel = self._launch.kernel
+        kernel = self.launch.kernel
         pairs = zip(self.table, refs, strict=True)
         known = {name: bases[number] + offset for name, (number, offset) in pairs}
         values: list[Any] = []
-        for kind, a in zip(kernel.signature, self._launch.arguments, strict=True):
+        for kind, a in zip(kernel.signature, self.launch.arguments, strict=True):
             value = known[a.name] + a.offset if isinstance(a, Slot) else a
             if kind == "f64" and isinstance(a, Slot):  # the bits of a number
                 (value,) = struct.unpack("d", struct.pack("q", value))
             values.append(value)
-        kernel.simulate(self._launch.grid, self._launch.shared_bytes, values)
+        kernel.simulate(self.launch.grid, self.launch.shared_bytes, values)
