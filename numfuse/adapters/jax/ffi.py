@@ -36,7 +36,7 @@ from numfuse.runtime.threads import at_most
 #: The name of the custom call.
 TARGET = "numfuse_cpu"
 #: The versions of XLA's interface in which the structs of `numfuse.adapters.jax.frame` are so.
-VERSIONS = ((0, 1), (0, 2), (0, 3), (0, 4))
+VERSIONS = ((0, 1), (0, 2), (0, 3), (0, 4), (0, 5))
 
 
 # --- whether XLA can call it ----------------------------------------------------------------------
