@@ -32,7 +32,7 @@ from numfuse.backends import load
 load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
-from numfuse.adapters import cuda_networks, stacks  # noqa: E402
+from numfuse.adapters import cuda_networks, cuda_values, stacks  # noqa: E402
 from numfuse.backends.cuda.call.arrays import (  # noqa: E402
     DeviceArray,
     download,
@@ -57,6 +57,8 @@ __all__ = [
     "fused",
     "jet",
     "network",
+    "perceptron_at_once",
+    "perceptron_is_whole",
     "run",
     "synchronize",
     "to_numpy",
@@ -124,7 +126,9 @@ def _put(x: ndarray, owner: Any) -> DeviceArray:
 epilogue_jet = jet
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
-network = cuda_networks.again(stacks.network(cuda_networks.arrays_of(sys.modules[__name__], _put)))
+_arrays_of = cuda_networks.arrays_of(sys.modules[__name__], _put)
+network = cuda_networks.again(stacks.network(_arrays_of))
+perceptron_at_once, perceptron_is_whole = cuda_values.perceptron(_arrays_of)
 
 
 def _read(x: Any) -> tuple[Kind, Any, int]:

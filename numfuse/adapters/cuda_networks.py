@@ -48,8 +48,12 @@ class Own(Noted):
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
         return self.noted(super().empty(like, shape))
 
+    def place(self, x: Array) -> int:
+        found: int = x.ordinal
+        return found
+
     def whole(self, network: DeviceNetwork, backward: bool, more: bool = False) -> Whole | None:
-        return None if more else whole(network, network.x.ordinal, backward)
+        return None if more else whole(network, self.place(network.x), backward)
 
 
 class Library(Noted):

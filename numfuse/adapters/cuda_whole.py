@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -137,26 +137,32 @@ class Whole:
         of, s = self._of, self._sizes
         given = [None if y is not None and 0 in y.shape else y for y in grads]
         (flat,) = self._run([*given, kept], s.flat, None)
-        told = latest.call
-        width, widths, last = s.tile.width, s.widths, s.count - 1
-        rows = flat[s.squares :].reshape(s.slots, width)
-        squares = flat[: s.squares].reshape(s.count - 2, width, width)
-        head, tail = last + widths[0], last + widths[0] + s.directions
-        found = [rows[last:head, : widths[1]]]
-        found += [squares[i, : widths[i + 1], : widths[i + 2]] for i in range(last - 1)]
-        d_weights = [
-            y if full == width else self._compact(y)
-            for y, full in zip(found, widths[1:-1], strict=True)
-        ]
-        latest.call = told  # and not a copy
-        tall = rows[tail : tail + widths[-1]].reshape(width, widths[-1])
-        d_weights.append(tall[: widths[-2]])
-        lines = [rows[i, : widths[i + 1]] for i in range(last)] + [rows[-1, : widths[-1]]]
-        d_biases = [
-            None if bias is None else line.reshape(tuple(bias.shape))
-            for bias, line in zip(of.biases, lines, strict=True)
-        ]
-        return None, d_weights, d_biases
+        return None, *gradients(flat, s, of.biases, self._compact)
+
+
+def gradients(
+    flat: Array, s: Sizes, biases: Sequence[Array | None], compact: Callable[[Array], Array]
+) -> tuple[list[Array | None], list[Array | None]]:
+    """Return the gradients by weights and biases: parts of the flat array, or compact copies."""
+    told = latest.call
+    width, widths, last = s.tile.width, s.widths, s.count - 1
+    rows = flat[s.squares :].reshape(s.slots, width)
+    squares = flat[: s.squares].reshape(s.count - 2, width, width)
+    head, tail = last + widths[0], last + widths[0] + s.directions
+    found = [rows[last:head, : widths[1]]]
+    found += [squares[i, : widths[i + 1], : widths[i + 2]] for i in range(last - 1)]
+    d_weights: list[Array | None] = [
+        y if full == width else compact(y) for y, full in zip(found, widths[1:-1], strict=True)
+    ]
+    latest.call = told  # and not a copy
+    tall = rows[tail : tail + widths[-1]].reshape(width, widths[-1])
+    d_weights.append(tall[: widths[-2]])
+    lines = [rows[i, : widths[i + 1]] for i in range(last)] + [rows[-1, : widths[-1]]]
+    d_biases = [
+        None if bias is None else line.reshape(tuple(bias.shape))
+        for bias, line in zip(biases, lines, strict=True)
+    ]
+    return d_weights, d_biases
 
 
 def whole(of: DeviceNetwork, ordinal: int, backward: bool) -> Whole | None:

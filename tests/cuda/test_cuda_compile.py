@@ -181,8 +181,11 @@ def jet(info, dtype, backward, seconds=2, n=1024, apart=0):
     return jets.launch(info, made, acc, operands, steps, 4096, sizes, is_short(acc, dtype))[0]
 
 
-def network(dtype, widths, backward, saved=False):
-    """A network's jet of two directions and one second derivative, in the unit square."""
+def network(dtype, widths, backward, saved=False, jet=True):
+    """A network's jet of two directions and one second derivative, or its value.
+
+    A backward of the value makes the gradient by the points, too.
+    """
     itemsize, points = np.dtype(dtype).itemsize, 20000
     shapes = {"points": (points, widths[0]), "flat": (1 << 20,)}
     for i, pair in enumerate(itertools.pairwise(widths)):
@@ -200,10 +203,16 @@ def network(dtype, widths, backward, saved=False):
         launches=lambda launches, at, work=0: made.extend(launches),
     )  # fmt: skip
     every = (ACT["tanh"],) * (len(widths) - 2) + (ACT["none"],)
-    how = every, widths, points, np.dtype(dtype), np.eye(2), np.ones((1, 2)), bytes([1, 0])
-    kept = not backward, saved
-    problem = NetworkProblem(*how, 1, True, backward, *kept, {}, ())
-    networks.network(recorder, problem, lambda x: view(shapes[x]) if x in shapes else None)
+    form = np.eye(2), np.ones((1, 2)), bytes([1, 0]), 1
+    if not jet:
+        form = np.zeros((0, widths[0])), None, b"", 0
+        shapes |= {"u": shapes[ends[0]], "d_points": shapes["points"]}
+    how = every, widths, points, np.dtype(dtype), *form
+    kept = jet and not backward, saved
+    arrays = {} if jet or not backward else {"d_points": None}
+    problem = NetworkProblem(*how, True, backward, *kept, arrays, ())
+    there = shapes.keys() - set(() if jet else ("kept", *ends[1:]))
+    networks.network(recorder, problem, lambda x: view(shapes[x]) if x in there else None)
     return tuple(made)
 
 
@@ -437,6 +446,13 @@ CASES = [
              ("mma.sync.aligned.m16n8k8.row.col.f64",) if dtype == "float64" else ("fma.rn.f32",))
         for dtype, width, layers in (("float32", 64, 4), ("float64", 64, 4), ("float32", 128, 5))
         for backward, saved in ((False, False), (True, width == 128))
+    ],
+    *[
+        Case(f"network's value {dtype} {width}, {'backward' if backward else 'forward'}",
+             network(dtype, (4, *[width] * layers, 3), backward, jet=False), HOPPER,
+             ("mma.sync.aligned.m16n8k8.row.col.f64",) if dtype == "float64" else ("fma.rn.f32",))
+        for dtype, width, layers in (("float32", 64, 4), ("float64", 64, 4), ("float32", 128, 3))
+        for backward in (False, True)
     ],
     # no instruction rounds to bfloat16 there, and passes by 16 bytes have no other way
     Case("gate backward bf16, T4", (gate(TURING, "bfloat16", "silu", backward=True),), TURING),

@@ -83,13 +83,13 @@ class Case:
         """The results and gradients are those of layers, whichever way they come."""
         wanted = self.forward(False)
         self.close(self.forward(True), wanted)
-        assert ("network jet" in nf.last_call().kernel) == whole
+        assert ("network" in nf.last_call().kernel) == whole
         results, kept = self.forward(True, keep=True)
         self.close(results, wanted)
         grads = [self._normal(*y.shape) for y in wanted]
         exact = self.backward(False, grads)
         again = self.backward(True, grads)
-        assert ("network jet backward" in nf.last_call().kernel) == whole
+        assert ("network backward" in nf.last_call().kernel.replace(" jet", "")) == whole
         saved = self.backward(True, grads, kept=kept)
         self.close(again, exact)
         self.close(saved, exact)
@@ -193,7 +193,7 @@ def test_any_strides_and_the_callers_own_results():
 def test_other_networks_go_by_layers(more):
     case = Case((2, 4, 4, 1), 3, **more)
     found = case.forward(True)
-    assert "network jet" not in nf.last_call().kernel
+    assert "network" not in nf.last_call().kernel
     if case.dtype.itemsize > 2:
         case.close(found, case.forward(False))
 

@@ -30,7 +30,7 @@ from numfuse.adapters.torch.jets import network
 from numfuse.adapters.torch.kept import recompute
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.perceptrons import perceptron
+from numfuse.adapters.torch.perceptrons import perceptron, perceptron_at_once
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
@@ -48,6 +48,7 @@ __all__ = [
     "jet",
     "network",
     "perceptron",
+    "perceptron_at_once",
     "recompute",
     "synchronize",
     "to_numpy",

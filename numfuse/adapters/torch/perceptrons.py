@@ -1,7 +1,8 @@
-"""Networks' values of tensors on the CPU as one node, whose backward is one, differentiable again.
+"""Networks' values of tensors as one node, whose backward is one, differentiable again.
 
-Each is one call of the core. Beyond the second derivative, under torch.func and in programs of
-torch.compile the layers are nodes of their own.
+Each is one call of the core; on a GPU, one launch where a kernel runs such a network. Beyond the
+second derivative (on a GPU the first), under torch.func and in programs of torch.compile the layers
+are nodes of their own.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from numfuse.activations import get
 from numfuse.adapters.perceptrons import ValueCall, value_call
 from numfuse.adapters.torch.eager import asked, is_small, mode
 from numfuse.adapters.torch.jets import KeptValue, kept_of
 from numfuse.adapters.torch.kept import recomputes
-from numfuse.adapters.torch.tensors import array_over, autocasts, run_beside, to_tensor
+from numfuse.adapters.torch.operators import on_cuda
+from numfuse.adapters.torch.tensors import (
+    array_over,
+    autocasts,
+    own_values,
+    run_beside,
+    to_tensor,
+)
 from numfuse.chains import Chain
 
 _Given = Sequence[Tensor | None]
@@ -29,8 +38,10 @@ def perceptron(chain: Chain) -> Tensor | None:
         return None
     tensors = [chain.x, *(y for w, bias, _ in chain.layers for y in (w, bias))]
     how = mode(tensors)
-    if not how or not chain.x.is_cpu or autocasts(chain.x):
+    if not how or autocasts(chain.x):
         return None
+    if not chain.x.is_cpu:
+        return _on_device(chain) if how == 2 else None
     found = value_call(chain)
     if found is None:
         return None
@@ -41,6 +52,80 @@ def perceptron(chain: Chain) -> Tensor | None:
     return to_tensor(run_beside(call.forward, _arrays(operands))[0])
 
 
+# --- on a GPU -------------------------------------------------------------------------------------
+def perceptron_at_once(
+    grad: Any, x: Any, weights: Any, biases: Any, how: tuple[Any, ...], needs: Sequence[str],
+    out: Any,
+) -> Any:  # fmt: skip
+    """Return the value, or the gradients that are needed, of tensors of which no more is asked.
+
+    None: layers run them.
+    """
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
+        return None
+    tensors = [x, *weights, *(biases or ()), *(() if grad is None else (grad,))]
+    if mode(tensors) != 1 or autocasts(x):
+        return None
+    return _serve(grad, x, weights, biases, how, needs, out)
+
+
+def _serve(grad: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:
+    """Return what one kernel makes; None where there is none for such a network."""
+    groups = [None if y is None else _detached(y) for y in (weights, biases)]
+    own = None if grad is None else own_values(grad)
+    return on_cuda().perceptron_at_once(own, own_values(x), *groups, *rest)
+
+
+def _detached(x: _Given) -> list[Any]:
+    return [None if y is None else own_values(y) for y in x]
+
+
+def _on_device(chain: Chain) -> Tensor | None:
+    """Return the value as one node; None where no kernel runs the network or its backward."""
+    weights, biases, activations = zip(*chain.layers, strict=True)
+    call = ValueCall(tuple(map(get, activations)), chain.guard, chain.backend)
+    there = [y for y in (chain.x, *weights, *biases) if y is not None]
+    if any(y.dtype != chain.x.dtype or y.device != chain.x.device for y in there):
+        return None
+    if not on_cuda().perceptron_is_whole(chain.x.detach(), *_groups(call, weights, biases)):
+        return None
+    made: Tensor = _apply_on_device(chain.x, *weights, *biases, call)
+    return made
+
+
+def _groups(call: ValueCall, weights: _Given, biases: _Given) -> tuple[Any, ...]:
+    hidden, final = call.activations[:-1], call.activations[-1]
+    return _detached(weights), _detached(biases), (hidden, final, call.guard, call.backend)
+
+
+class _DeviceValue(Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *operands, ctx.call = args
+        ctx.save_for_backward(*operands)
+        x, weights, biases = ctx.call.apart(operands)
+        made: Tensor = _serve(None, x, *_groups(ctx.call, weights, biases), (), None)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        x, call = ctx.saved_tensors, ctx.call
+        needs = list(ctx.needs_input_grad[:-1])
+        found = None
+        if not torch.is_grad_enabled() and mode((g,)) == 1:
+            points, weights, biases = call.apart(x)
+            rest = *_groups(call, weights, biases), call.groups(needs), None
+            found = _serve(g, points, *rest)
+            found = None if found is None else call.flat(found, needs)
+        if found is None:
+            found = _by_layers(call, g, x, needs)
+        return *found, None
+
+
+_apply_on_device: Callable[..., Any] = super(Function, _DeviceValue).apply
+
+
+# --- on the CPU -----------------------------------------------------------------------------------
 def _arrays(x: _Given) -> list[Any]:
     return [None if y is None else array_over(y) for y in x]
 

@@ -5,6 +5,9 @@
 # ruff: noqa: F821
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
@@ -31,6 +34,15 @@ from numfuse.backends.cuda.kernels.network_passes import (
     inner_pass,
     last_gradients,
 )
+
+
+@dataclass
+class Rows:
+    """The gradient by the points: an address and strides in elements."""
+
+    address: Any
+    row: Any
+    column: Any
 
 
 def own_square(t):
@@ -122,7 +134,20 @@ def write_slots(memory, t, table, slots):
         column += THREADS
 
 
-def backward(x: Points, layers: Layers, table, ends: Members, kept, layer_step, planes, slots):
+def write_points_gradient(memory, t, d_x: Rows, first, count):
+    """Write the gradients by the inputs of a tile, which has those by the first layer's sums."""
+    for i in range(t, count * INPUTS, THREADS):
+        p = i // INPUTS
+        column = i - p * INPUTS
+        value = ZERO
+        for k in range(0, WIDTH, FEW):
+            value = DOT(value, memory, p * (MEMBERS * PITCH) + k, FIRST_AT + column * WIDTH + k)
+        STORE(d_x.address, (first + p) * d_x.row + column * d_x.column, value)
+
+
+def backward(
+    x: Points, layers: Layers, table, ends: Members, kept, layer_step, planes, slots, d_x: Rows
+):
     """Add up a network's gradients by weights and biases for a part of the points."""
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     total = cuda.local.array(TOTALS, REAL)
@@ -186,6 +211,9 @@ def backward(x: Points, layers: Layers, table, ends: Members, kept, layer_step, 
             layer -= 1
         first_back_pass(memory, t, given, made, weights, count, run)
         BARRIER()
+        if MOVES:
+            write_points_gradient(memory, t, d_x, first, count)
+            BARRIER()
         fresh = False
         first += POINTS
     if fresh:  # a block without points adds nothing
@@ -199,4 +227,4 @@ def backward(x: Points, layers: Layers, table, ends: Members, kept, layer_step, 
 
 
 #: Sizes and strides are in elements, `kept`, `planes` and `slots` are addresses.
-BACKWARD = Schema(backward, u64=f"{ADDRESSES} {ENDS} slots")
+BACKWARD = Schema(backward, u64=f"{ADDRESSES} {ENDS} slots d_x_address")

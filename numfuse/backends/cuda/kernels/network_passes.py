@@ -165,7 +165,10 @@ def back_pass(memory, t, given, made, weights, count, layer, sums):
 
 
 def first_back_pass(memory, t, given, made, weights, count, run):
-    """Add what the first layer has to the sums: its inputs' members but the value are constant."""
+    """Add what the first layer has to the sums: its inputs' members but the value are constant.
+
+    Where the gradient by the points is made too, the tile gets that by the value's sums.
+    """
     column, point = t % WIDTH, t // WIDTH
     at = point * (MEMBERS * PITCH) + column
     for i in unrolled(1 + INPUTS + DIRECTIONS):
@@ -187,6 +190,11 @@ def first_back_pass(memory, t, given, made, weights, count, run):
                     run[1 + i] = fused(PEEK(memory, INPUTS_AT + p * INPUTS + i), q, run[1 + i])
                 for d in unrolled(DIRECTIONS):
                     run[1 + INPUTS + d] = run[1 + INPUTS + d] + made[u * MEMBERS + (1 + d)]
+                if MOVES:
+                    if not FULL:
+                        if column >= WIDTHS[1]:
+                            q = ZERO
+                    POKE(memory, at + u * STRIDE * PITCH, q)
         point += AT_ONCE * PARTS
         at += AT_ONCE * STRIDE * PITCH
     add_slot(memory, t, 0, run[0])

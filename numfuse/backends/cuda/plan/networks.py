@@ -29,7 +29,7 @@ from numfuse.backends.cuda.kernels.network import (
     Points,
     forward,
 )
-from numfuse.backends.cuda.kernels.network_backward import BACKWARD, backward
+from numfuse.backends.cuda.kernels.network_backward import BACKWARD, Rows, backward
 from numfuse.backends.cuda.kernels.network_rows import row
 from numfuse.backends.cuda.kernels.network_tiles import Tile
 from numfuse.backends.cuda.plan.lower import Bind
@@ -220,6 +220,7 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "STRIDE": s.threads // tile.width * s.members,
         "KEEPS": p.keeps or (p.backward and not p.saved),
         "SAVED": p.saved,
+        "MOVES": "d_points" in p.arrays,
         "POINT_KEPT": s.members * tile.width * itemsize,
         "BLOCK_KEPT": (hidden - 1) * s.rows * tile.width * itemsize,
         "SLOTS": s.slots,
@@ -324,7 +325,10 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
         planes = rec.fresh((teams, s.squares), real)
         slots = rec.fresh((grid, s.slots * s.tile.width), real)
         given |= {"planes": slot("planes", planes)}
-        given |= {"slots": slot("slots", slots)}
+        given |= {"slots": slot("slots", slots), "d_x": Rows(0, 0, 0)}
+        d_x = bind("d_points")
+        if d_x is not None:
+            given["d_x"] = Rows(slot("d_points", d_x), *d_x.strides)
         _launch(rec, p, s, backward, BACKWARD, bindings, grid, given, at)
         flat = known("flat")
         for number, length, table_, first in (
@@ -342,7 +346,8 @@ def _launch(
     bindings: dict[str, Any], grid: int, given: dict[str, Any], at: dict[str, tuple[int, int]],
 ) -> None:  # fmt: skip
     """Record the launch of a kernel of all layers."""
-    name = f"network jet{' backward' if p.backward else ''} {s.tile.width}"
+    what = "network jet" if s.members > 1 else "network"
+    name = f"{what}{' backward' if p.backward else ''} {s.tile.width}"
     resident = s.resident if s.lanes else 0
     how: Any = {"threads": s.threads, "blocks": resident, "name": name}
     made = kernel_of(template, schema, bindings, **how)

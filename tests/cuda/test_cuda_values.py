@@ -1,0 +1,199 @@
+"""Networks' values that one kernel makes on a CUDA device, beside NumPy arrays' layers.
+
+Run on a GPU where there is one, and in the simulator by `test_cuda_simulator`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from conftest import unavailable
+from on_device import poisoned
+
+import numfuse as nf
+from numfuse import expr as ex
+
+status = nf.backends()["cuda"]
+if not status:
+    unavailable("cuda", str(status))
+
+from numfuse.backends.cuda.call.record import REPLAY  # noqa: E402
+
+F64, F32 = np.dtype(np.float64), np.dtype(np.float32)
+EVERY = ("x", "weights", "biases")
+
+
+@pytest.fixture(autouse=True)
+def memory_holds_nan(monkeypatch):
+    poisoned(monkeypatch, "cuda")
+    monkeypatch.setattr("numfuse.adapters.cuda_whole.ENABLED", True)
+
+
+class Case:
+    """A network and its points on the host and on the device."""
+
+    def __init__(self, widths, points, dtype=F64, batch=(), **how):
+        rng = np.random.default_rng([points, *widths])
+
+        def normal(*shape, scale=1.0):
+            return (scale * rng.standard_normal(shape)).astype(dtype)
+
+        pairs = list(itertools.pairwise(widths))
+        self.weights = [normal(*batch, k, n, scale=k**-0.5) for k, n in pairs]
+        self.biases = [normal(n) for n in widths[1:]]
+        self.x, self.grad = normal(points, widths[0]), normal(*batch, points, widths[-1])
+        self.how, self.dtype = how, dtype
+
+    def there(self, given):
+        """Arrays of the device, in lists too."""
+        if isinstance(given, (list, tuple)):
+            return [self.there(y) for y in given]
+        return None if given is None else nf.to_device(given, "cuda")
+
+    def forward(self, device, **more):
+        given = self.x, self.weights, self.biases
+        how = {name: y for name, y in self.how.items() if name != "guard"}
+        return nf.mlp(*(self.there(given) if device else given), **how | more)
+
+    def backward(self, device, **more):
+        given = self.grad, self.x, self.weights, self.biases
+        given = self.there(given) if device else given
+        found = nf.mlp_bwd(*given, **{"needs": EVERY} | self.how | more)
+        return [found.d_x, *(found.d_weights or ()), *(found.d_biases or ())]
+
+    def close(self, found, wanted):
+        """Sums of these lengths, each rounded some dozen times on its way through the layers."""
+        assert len(found) == len(wanted)
+        for x, y in zip(found, wanted, strict=True):
+            assert (x is None) == (y is None)
+            if y is None:
+                continue
+            assert (tuple(x.shape), x.dtype) == (y.shape, y.dtype)
+            terms = max(len(self.x), *y.shape) * 16
+            bound = terms * np.finfo(self.dtype).eps * max(1.0, np.abs(y).max())
+            assert np.abs(nf.to_numpy(x) - y).max() <= bound
+
+    def check(self, whole=True):
+        """The value and the gradients are those of layers, whichever way they come."""
+        wanted = self.forward(False)
+        found, kept = self.forward(True, keep=True)
+        assert ("network" in nf.last_call().kernel) == whole
+        self.close([found, self.forward(True)], [wanted, wanted])
+        exact = self.backward(False)
+        again = self.backward(True)
+        assert ("network backward" in nf.last_call().kernel) == whole
+        self.close(again, exact)
+        self.close(self.backward(True, kept=kept), exact)
+        return again
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("widths", [(2, 8, 8, 1), (1, 3, 1), (3, 16, 5, 16, 2), (8, 6, 6, 6, 6, 3)])
+def test_networks_of_any_widths_run_in_one_kernel(widths, dtype):
+    Case(widths, 7, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("points", [1, 4, 5, 29])
+def test_blocks_and_tiles_that_are_not_full_add_nothing(points):
+    Case((2, 8, 8, 1), points).check()
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "none"])
+@pytest.mark.parametrize("guard", [True, False])
+def test_any_activation(activation, guard):
+    Case((2, 8, 8, 1), 5, activation=activation, guard=guard).check()
+
+
+def test_an_activation_of_the_users_own():
+    @nf.activation
+    def wave(x):
+        return ex.tanh(x) * x + x
+
+    Case((2, 5, 8, 1), 5, activation=wave).check()
+
+
+def test_the_guard_counts_what_is_not_finite_as_zero():
+    @nf.activation
+    def root(x):
+        return ex.sqrt(x)
+
+    case = Case((1, 8, 1), 3, activation=root)
+    case.x[:], case.weights[0][:], case.biases[0][:] = 0, 1, 0
+    with np.errstate(all="ignore"):
+        case.close(case.backward(True), case.backward(False))
+
+
+def test_biases_that_are_not_there_have_no_gradient():
+    case = Case((2, 8, 8, 1), 5)
+    case.biases[0] = case.biases[2] = None
+    assert [y is None for y in case.check()] == [False] * 4 + [True, False, True]
+    case.biases = None
+    case.close([case.forward(True)], [case.forward(False)])
+
+
+@pytest.mark.parametrize("needs", [("x",), ("weights",), ("biases", "x"), ("weights", "biases")])
+def test_gradients_that_are_not_needed_are_none(needs):
+    case = Case((2, 8, 8, 1), 5)
+    case.close(case.backward(True, needs=needs), case.backward(False, needs=needs))
+
+
+def test_a_call_that_comes_again_changes_no_bit_and_is_one_program():
+    """Guards: sums over points have one order, and a repeated network is one look-up."""
+    case = Case((2, 8, 8, 8, 1), 9, dtype=F32)
+    first = case.backward(True)
+    before = len(REPLAY.programs())
+    for x, y in zip(first, case.backward(True), strict=True):
+        assert np.array_equal(nf.to_numpy(x), nf.to_numpy(y))
+    assert len(REPLAY.programs()) == before
+
+
+def test_any_strides_and_the_callers_own_result():
+    case = Case((2, 8, 8, 1), 5)
+    x, grad = np.repeat(case.x, 2, 1), np.repeat(case.grad, 3, 0)
+    x, grad, biases, weights = case.there((x, grad, case.biases, [w.T for w in case.weights]))
+    given = x[:, ::2], [w.T for w in weights], biases
+    out = case.there(np.full((5, 2), np.nan))[:, 1:]
+    assert nf.mlp(*given, out=out) is out
+    case.close([out], [case.forward(False)])
+    found = nf.mlp_bwd(grad[::3], *given, needs=EVERY)
+    case.close([found.d_x, *found.d_weights, *found.d_biases], case.backward(False))
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [
+        ({"shape": (5, 2)}, ValueError, "must have shape"),
+        ({"dtype": np.float32}, TypeError, "must have dtype"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_result_that_does_not_fit_is_refused(more, error, words):
+    case = Case((2, 4, 1), 5)
+    out = case.there(np.zeros(**{"shape": (5, 1), "dtype": F64} | more))
+    with pytest.raises(error, match=words):
+        case.forward(True, out=out)
+
+
+def test_a_result_that_is_an_operand_is_refused():
+    case = Case((1, 4, 1), 5)
+    x, weights, biases = case.there((case.x, case.weights, case.biases))
+    with pytest.raises(ValueError, match="overlap"):
+        nf.mlp(x, weights, biases, out=x)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"final": "tanh"}, {"activation": ("tanh", "silu")}],
+    ids=lambda more: next(iter(more)),
+)
+def test_other_networks_go_by_layers(more):
+    Case((2, 4, 4, 1), 3, **more).check(whole=False)
+
+
+def test_operands_that_do_not_fit_are_refused_as_by_layers():
+    case = Case((2, 4, 4, 1), 3)
+    case.weights[1] = case.weights[1][:3]
+    with pytest.raises(ValueError, match="K"):
+        case.forward(True)
