@@ -6,7 +6,7 @@ has no whole networks runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,16 @@ class Chain:
         """Return what an adapter makes of all layers at once; None where it does not."""
         serve = getattr(self.adapter, "perceptron_at_once", None)
         return None if serve is None else serve(grad, self.x, *self.given, needs, out)
+
+    def again(
+        self, others: Iterable[Any], options: tuple[Any, ...], long: Callable[[], Any]
+    ) -> Any:
+        """Return what `long` does; a device's adapter may run what it did before, as one program.
+
+        `others` are the arrays beside the chain's own, `options` all else that `long` depends on.
+        """
+        found = getattr(self.adapter, "repeated", None)
+        return long() if found is None else found(self, others, options, long)
 
     # --- layer by layer -------------------------------------------------------------------------
     def run(self, kept: Kept | None = None, out: Any = None) -> Any:

@@ -7,6 +7,7 @@ one another (:mod:`numfuse.chains`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,11 +95,15 @@ def mlp(
     call = Chain("mlp", x, weights, biases, activation, final, True, backend)
     net, kept = call.net, Kept([], []) if keep else None
     if net is None:
-        made = call.at_once(None, (), out)
-        if made is not None:
-            return (made, Kept()) if keep else made
-        made = call.run(kept, out)
-        return (made, kept) if keep else made
+
+        def layers() -> Any:
+            made = call.at_once(None, (), out)
+            if made is not None:
+                return (made, Kept()) if keep else made
+            made = call.run(kept, out)
+            return (made, kept) if keep else made
+
+        return layers() if outs else call.again((), ("mlp", bool(keep)), layers)
     shape, others = net.shapes[0], dict(net.given)
     target = made = None if out is None else output("out", out, shape, net.dtype, others)
     whole = getattr(resolve(backend), "network_jet", None)
@@ -194,25 +199,39 @@ def mlp_bwd(
         if found is not None:
             d_x, pairs = found
             return stored_gradients(net, d_x, pairs, wanted, targets)
+        if kept is None:
+            call.run(kept := Kept([], []))
     else:
-        found = call.at_once(grad, wanted, out) if kept is None else None
-        if found is not None:
-            return found
-        if out is not None:
-            raise TypeError(
-                f"out must be None where x is a {type(x).__name__} and its layers are calls of "
-                f"their own, got a {type(out).__name__}"
-            )
-    if kept is None:
-        call.run(kept := Kept([], []))
+        return _gradients(call, grad, kept, wanted, out)
     d_x, d_weights, d_biases = call.back(grad, kept, wanted)
-    if net is None:
-        return NetworkGradients(d_x, d_weights, d_biases)
     pairs = [
         [None if group is None else group[i] for group in (d_weights, d_biases)]
         for i in range(len(net.layers))
     ]
     return stored_gradients(net, d_x, pairs, wanted, targets)
+
+
+def _gradients(call: Chain, grad: Any, kept: Any, wanted: Sequence[str], out: Any) -> Any:
+    """Return the gradients of arrays that are not NumPy's."""
+
+    def layers() -> NetworkGradients:
+        found = call.at_once(grad, wanted, out) if kept is None else None
+        if found is not None:
+            return found
+        if out is not None:
+            raise TypeError(
+                f"out must be None where x is a {type(call.x).__name__} and its layers are calls "
+                f"of their own, got a {type(out).__name__}"
+            )
+        stacks = kept
+        if stacks is None:
+            call.run(stacks := Kept([], []))
+        return call.back(grad, stacks, wanted)
+
+    if out is not None:
+        return layers()
+    arrays = [grad] if kept is None else [grad, *kept.inputs, *kept.sums]
+    return call.again(arrays, ("mlp_bwd", tuple(wanted), len(arrays)), layers)
 
 
 def mlp_jvp(
@@ -278,7 +297,12 @@ def mlp_jvp(
         whole = getattr(resolve(backend), "network_jvp", None)
         found = None if whole is None else whole(call.net, x_dot, *moved, repeat)
     if found is None:
-        *_, found = call.tangents(x_dot, *moved)
+
+        def layers() -> Tangent:
+            *_, made = call.tangents(x_dot, *moved)
+            return Tangent(*made)
+
+        found = call.again((x_dot, *moved[0], *moved[1]), ("mlp_jvp",), layers)
     return Tangent(*map(call.rounded, found))
 
 
@@ -358,7 +382,9 @@ def mlp_double_bwd(
         whole = getattr(resolve(backend), "network_double_bwd", None)
         found = None if whole is None else whole(call.net, u, *groups, grad, wanted, repeat)
     if found is None:
-        found = call.twice(u, *groups, grad, wanted)
+        arrays = u, *groups[0], *groups[1], grad
+        layers = partial(call.twice, u, *groups, grad, wanted)
+        found = call.again(arrays, ("mlp_double_bwd", wanted), layers)
     return NetworkSecondGradients(*map(call.rounded, found))
 
 

@@ -22,6 +22,7 @@ from numfuse.backends.cuda.call import foreign
 from numfuse.backends.cuda.call.arrays import DeviceArray, ghost
 from numfuse.backends.cuda.call.foreign import Kind, kind_of
 from numfuse.backends.cuda.call.series import NOTES, repeated
+from numfuse.chains import Chain
 from numfuse.runtime.views import dtype_of
 
 
@@ -187,3 +188,17 @@ def again(long: Callable[..., Any]) -> Callable[..., Any]:
         return repeated(mark, arrays, how[-1], formulas, call)
 
     return run
+
+
+def chain_again(
+    chain: Chain, others: Iterable[Any], options: tuple[Any, ...], long: Callable[[], Any]
+) -> Any:
+    """Return what `long` does with a chain's layers: as one program, if they come again."""
+    weights, biases, activations = zip(*chain.layers, strict=True)
+    arrays = [chain.x, *weights, *biases, *others]
+    mark = tuple(map(marks.function, activations)), chain.guard, options, cuda_whole.ENABLED
+
+    def formulas() -> Iterable[Any]:
+        return [e for f in activations for e in get(f).formulas()]
+
+    return repeated(mark, arrays, chain.backend, formulas, long)

@@ -1,4 +1,4 @@
-"""What a call of a network depends on but its arrays, as a key."""
+"""Marks: keys of all that a call of a network depends on but its arrays."""
 
 from __future__ import annotations
 

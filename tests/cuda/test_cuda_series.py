@@ -195,3 +195,26 @@ def test_a_step_that_comes_again_opens_a_bounded_number_of_frames(widths):
         step(x, ws, bs, grads, options)
     _, opened = frames(lambda: step(x, ws, bs, grads, options))
     assert len(opened) <= 330, opened
+
+
+def chains(x, ws, bs, grads, final):
+    """Every function of a network's value, as lists of arrays."""
+    grad, moving = grads[0], (x, ws, bs)
+    value, kept = nf.mlp(x, ws, bs, "tanh", final=final, keep=True)
+    back = nf.mlp_bwd(grad, x, ws, bs, "tanh", final=final)
+    by_kept = nf.mlp_bwd(grad, x, ws, bs, "tanh", final=final, kept=kept)
+    tangent = nf.mlp_jvp(x, ws, bs, *moving, "tanh", final=final)
+    twice = nf.mlp_double_bwd(*moving, grad, x, ws, bs, "tanh", final=final)
+    alone = nf.mlp(x, ws, None, "tanh", final=final)
+    found = [value, *flat(back), *flat(by_kept), *tangent, twice[0], *flat(twice[1:]), alone]
+    return [nf.to_numpy(y) if hasattr(y, "device") else y for y in found]
+
+
+def test_a_networks_value_and_its_derivatives_are_programs_too(widths, launched):
+    final = how(widths)["final"]
+    for seed in range(3):
+        host = draw(widths, seed=seed)
+        launched.clear()
+        found = chains(*map(there, host), final)
+        same(found, chains(*host, final))
+    assert len(launched) == 6  # each is one program by now

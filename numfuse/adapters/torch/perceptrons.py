@@ -7,7 +7,7 @@ are nodes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,18 @@ def perceptron_at_once(
     if mode(tensors) != 1 or autocasts(x):
         return None
     return _serve(grad, x, weights, biases, how, needs, out)
+
+
+def repeated(
+    chain: Chain, others: Iterable[Any], options: tuple[Any, ...], long: Callable[[], Any]
+) -> Any:
+    """Return what `long` does with a chain's layers: as one program, if they come again."""
+    tensors = [chain.x, *(y for w, bias, _ in chain.layers for y in (w, bias)), *others]
+    if torch.compiler.is_compiling() or not isinstance(chain.x, Tensor) or not chain.x.is_cuda:
+        return long()
+    if mode(tensors) != 1 or autocasts(chain.x):
+        return long()
+    return on_cuda().repeated(chain, others, options, long)
 
 
 def _serve(grad: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:

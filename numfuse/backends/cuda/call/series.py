@@ -249,7 +249,7 @@ def _places(ranges: Iterable[_Range]) -> tuple[dict[int, int], int]:
 
 
 class _Pack:
-    """What makes a result like one that was returned, of arguments and arrays that were made."""
+    """A function's result as a template, to be filled with arguments and arrays that were made."""
 
     def __init__(
         self, kind: Kind, ordinal: int, given: Sequence[Any], at: Callable[[int], _Range | None]
@@ -271,9 +271,10 @@ class _Pack:
             how = getattr(type(x), "_make", type(x))
             return lambda given, made: how([f(given, made) for f in each])
         if hasattr(x, "inputs"):  # what a forward keeps
-            each = [self.template(y) for y in (x.inputs, x.sums, x.whole)]
-            whole = type(x)
-            return lambda given, made: whole(*[f(given, made) for f in each])
+            parts = x.inputs, x.sums, getattr(x, "whole", None)
+            each = [self.template(y) for y in parts[: 2 + hasattr(x, "whole")]]
+            kept = type(x)
+            return lambda given, made: kept(*[f(given, made) for f in each])
         return self._array(x)
 
     def _array(self, x: Any) -> Callable[[Sequence[Any], list[Any]], Any]:
