@@ -190,8 +190,10 @@ def _added(x: Any, y: Any) -> Any:
         return added(x, y)
     if x is None or y is None:
         return y if x is None else x
-    # (numfuse's own arrays of a device have no arithmetic)
-    return x + y if hasattr(x, "__add__") else elementwise(_sum, x, y)
+    # (numfuse's own arrays of a device have no arithmetic; a GPU's are added by a call that can be
+    # part of a series)
+    plain = hasattr(x, "__add__") and not (getattr(x, "is_cuda", False) or hasattr(x, "toDlpack"))
+    return x + y if plain else elementwise(_sum, x, y)
 
 
 def _sum(x: Any, y: Any) -> Any:

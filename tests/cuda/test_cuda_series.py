@@ -5,6 +5,7 @@ Run on a GPU where there is one, and in the simulator by `test_cuda_simulator`.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import numpy as np
@@ -20,11 +21,21 @@ status = nf.backends()["cuda"]
 if not status:
     unavailable("cuda", str(status))
 
+from numfuse.backends.cuda.compile.toolchain import SIMULATED  # noqa: E402
 from numfuse.backends.cuda.plan.program import Program  # noqa: E402
 
+LIBRARY = ["numfuse"]
 SECOND = np.array([[1.0, 0.5]])
 #: (the simulator takes the first and the last of these)
 WIDTHS = {"whole": (2, 5, 5, 1), "no plain last layer": (2, 5, 3), "layers": (2, 5, 5, 1)}
+
+
+@pytest.fixture(params=["numfuse", "cupy", "torch"] if not SIMULATED else ["numfuse"], autouse=True)
+def library(request):
+    """The library of the arrays; in the simulator numfuse's own alone."""
+    if request.param != "numfuse":
+        pytest.importorskip(request.param)
+    LIBRARY[:] = [request.param]
 
 
 @pytest.fixture(params=WIDTHS, autouse=True)
@@ -60,7 +71,14 @@ def draw(widths, points=7, seed=0):
 
 
 def there(x):
-    return [there(y) for y in x] if isinstance(x, list) else nf.to_device(x, "cuda")
+    """An array on the device, or a list of them."""
+    if isinstance(x, list):
+        return [there(y) for y in x]
+    (name,) = LIBRARY
+    if name == "numfuse":
+        return nf.to_device(x, "cuda")
+    module = importlib.import_module(name)
+    return module.asarray(x) if name == "cupy" else module.from_numpy(x.copy()).cuda()
 
 
 def how(widths):
@@ -122,13 +140,13 @@ def test_arrays_that_share_memory_are_read_where_they_are(widths):
     for seed in range(3):
         x, ws, bs, grads = draw(widths, seed=seed)
         wide = np.concatenate([w.ravel() for w in ws])
-        on = nf.to_device(wide, "cuda")
+        on = there(wide)
         ends = np.cumsum([0, *(w.size for w in ws)])
         parts = [on[i:j].reshape(*w.shape) for i, j, w in zip(ends, ends[1:], ws, strict=False)]
         found = step(there(x), parts, there(bs), there(grads), options)
         same(found, step(x, ws, bs, grads, options))
         # columns of one array, whose ranges overlap
-        pair = nf.to_device(np.stack([bs[0], bs[0] + 1], axis=1), "cuda")
+        pair = there(np.stack([bs[0], bs[0] + 1], axis=1))
         both = [pair[:, 0], *there(bs[1:])]
         found = step(there(x), there(ws), both, there(grads), options)
         same(found, step(x, ws, bs, grads, options))
