@@ -229,12 +229,6 @@ def make(
     p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **how)
     if p.batch:
         _fold(p, ghosts)
-    d_b = p.arrays.get("d_b")
-    plain = p.n * p.dtype.itemsize, p.dtype.itemsize
-    if d_b is not None and not (ghosts or p.batch or d_b.strides == plain):
-        # Its sum may be made in pieces where it is contiguous: so it is, or there were two orders.
-        p.late += (made_late(d_b),)
-        p.arrays["d_b"] = p.late[-1][1]
     return p
 
 

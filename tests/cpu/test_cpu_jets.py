@@ -8,9 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from arrays import bits
 
 import numfuse as nf
 from numfuse.backends import resolve
+from numfuse.backends.cpu.face import BACKEND
 from numfuse.jets import FORWARD
 from numfuse.runtime import slabs
 
@@ -57,6 +59,38 @@ def test_a_jet_holds_no_sums_of_all_points():
         made = resolve("cpu").record("jet", p, FORWARD.fields)
         sizes.append(made.program.size)
     assert sizes[1] < 2 * sizes[0] < 64000 * 7 * 32 * 8 / 4
+
+
+STRIDED = {
+    "turned": lambda x: x.T.copy().T,
+    "cut": lambda x: np.full((2 * len(x), 7), np.nan, x.dtype)[::2, :5],
+    "reversed": lambda x: np.full(x.shape, np.nan, x.dtype)[::-1, ::-1],
+}
+
+
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize(
+    ("points", "dtype"), [(1400, "float64"), (1400, "float16"), (60000, "float32")]
+)
+def test_a_call_whose_d_b_is_strided_is_replayed_and_has_its_bits(points, dtype, layout):
+    """The sum over rows is joined from pieces, of one block of points or of several."""
+    rng = np.random.default_rng(3)
+    shapes = {"grad": (points, 5), "a": (points, 8), "b": (8, 5), "bias": (5,)}
+    x = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    grads, x["a_dot"] = (x["grad"], x["grad"][None], -x.pop("grad")[None]), x["a"][None, :, ::-1]
+    wanted = nf.matmul_bias_activation_jet_bwd(*grads, **x, activation="tanh", backend="cpu")
+    d_b = STRIDED[layout](wanted.d_b)
+    out, seen = [None, d_b, None, None, None], []
+    for _ in range(3):
+        d_b[...] = np.nan
+        got = nf.matmul_bias_activation_jet_bwd(
+            *grads, **x, activation="tanh", out=tuple(out), backend="cpu"
+        )
+        assert got.d_b is d_b
+        assert (bits(d_b) == bits(wanted.d_b)).all() and (bits(got.d_a) == bits(wanted.d_a)).all()
+        seen.append(BACKEND.replay.statistics())
+    first, *others = seen
+    assert all(x.misses == first.misses and x.hits > first.hits for x in others)
 
 
 def test_memory_of_a_network_is_found_in_place_by_the_next_call():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from numfuse.backends.cpu import fused, tiling
 from numfuse.backends.cpu.descriptors import Group, Slots
@@ -41,10 +41,9 @@ def jet(p: JetProblem, names: Sequence[str], threads: int) -> Program:
         form = x.shape[lead:], x.strides[lead:], format_of(x.dtype), x.itemsize
         arrays[name] = Operand(name, *form)
     used = _used(p, arrays)
-    if "d_b" in used and _joins(p, used["d_b"]):
-        d_b = used["d_b"]
-        size = p.k * p.n
-        used["d_b"] = d_b._replace(shape=(1, size), strides=(size * d_b.itemsize, d_b.itemsize))
+    d_b = used.get("d_b")
+    if d_b is not None and _joins(p) and _is_plain(p, d_b):
+        used["d_b"] = _one_row(p, d_b)
     most = protocol.MOST_SLOTS - groups.COUNT
     if len(p.operands) + len(p.slopes) > most:
         raise ValueError(
@@ -242,10 +241,14 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
         partials |= added.partials
         own += added.own
     if "d_b" in x and stack is not None:
-        if x["d_b"].shape == (p.k, p.n) or batch:
+        if not _joins(p):
             gradients["d_b"] = [(stack.turned(), q)]
         else:
-            partials["d_b"] = Partials(_pieces_of_d_b(p, stack, q, own, passes))
+            made = None
+            if not _is_plain(p, p.arrays["d_b"]):
+                made = _one_row(p, temporary("joined d_b", (p.k, p.n), fmt))
+                own.append(made)
+            partials["d_b"] = Partials(_pieces_of_d_b(p, stack, q, own, passes), made=made)
     return Work(passes, gradients, partials, own)
 
 
@@ -254,10 +257,20 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
 PIECES, PIECE = 16, 512
 
 
-def _joins(p: JetProblem, d_b: Operand) -> bool:
-    """Whether d_b, which is to be contiguous, is joined from pieces of the sum over rows."""
-    plain = d_b.strides == (p.n * d_b.itemsize, d_b.itemsize)
-    return plain and not p.batch and p.k * p.n * PIECES <= p.m * p.members * PIECE and p.k * p.n > 1
+def _joins(p: JetProblem) -> bool:
+    """Whether d_b is joined from pieces of the sum over rows."""
+    return not p.batch and 1 < p.k * p.n <= p.m * p.members * PIECE // PIECES
+
+
+def _is_plain(p: JetProblem, d_b: Any) -> bool:
+    """Whether d_b is contiguous by rows; else its sum is made in an array of the call's own."""
+    return bool(d_b.strides == (p.n * d_b.itemsize, d_b.itemsize))
+
+
+def _one_row(p: JetProblem, d_b: Operand) -> Operand:
+    """Return d_b, which is contiguous, as one row."""
+    size = p.k * p.n
+    return d_b._replace(shape=(1, size), strides=(size * d_b.itemsize, d_b.itemsize))
 
 
 def _pieces_of_d_b(

@@ -28,7 +28,7 @@ from numfuse.backends.cpu.launch.sequence import (
     program,
     temporary,
 )
-from numfuse.backends.cpu.sums import Partials, Turn, join, summed_axes
+from numfuse.backends.cpu.sums import Partials, Turn, copied, growing, join, summed_axes
 from numfuse.problem.operands import address, format_of
 from numfuse.problem.shapes import merge_axes, runs_of_rows
 from numfuse.runtime.specialise import Kernel
@@ -274,9 +274,13 @@ class _Schedule:
             phases.append([self._pass(one, batch)])
         most = max(map(len, work.gradients.values()), default=0)
         after: list[list[Plan | None]] = [[] for _ in range(max(1, most))]
+        copies: list[Plan | None] = []
         for name, partials in work.partials.items():
-            total, turn = totals.get(f"total {name}"), turns[name]
-            after[0].append(join(partials, operands[name], total, turn, batch, self.threads))
+            total, turn, x = totals.get(f"total {name}"), turns[name], operands[name]
+            joined = partials.made or x
+            after[0].append(join(partials, joined, total, turn, batch, self.threads))
+            if partials.made is not None and turn.last:
+                copies.append(copied(joined, x, self.threads))
         for name, products in work.gradients.items():
             x, total = operands[name], totals.get(f"total {name}")
             for i, (left, right) in enumerate(products):
@@ -291,7 +295,8 @@ class _Schedule:
                 after[i].append(
                     descriptors.product(left, right, row, slots, self.threads, members, summed)
                 )
-        return [[plan for plan in phase if plan is not None] for phase in (*phases, *after)]
+        phases += [*after, copies]
+        return [[plan for plan in phase if plan is not None] for phase in phases]
 
     def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
         if x.factors is not None:
@@ -367,20 +372,6 @@ def _rows_apart(x: Operand) -> Operand:
     *lead, m, n = x.shape
     *steps, row, column = x.strides
     return x._replace(shape=(*lead, m, 1, n), strides=(*steps, row, row, column))
-
-
-def growing(acc: str, out: Operand, total: Operand | None, turn: Turn) -> tuple[Kernel, Slots]:
-    """Return the row function that stores a block's part of a sum or adds to it, and its operands.
-
-    `total` is where a half type is summed; others are summed in `out`.
-    """
-    if turn.first and (turn.last or total is None):
-        return rows.store(out.fmt), Slots(out=out)
-    if turn.first:
-        return rows.store(acc), Slots(out=total)
-    if total is None or not turn.last:
-        return rows.add(acc), Slots(out=total or out)
-    return rows.add_and_store(out.fmt), Slots(extra=total, out=out)
 
 
 def merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

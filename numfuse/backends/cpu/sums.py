@@ -11,9 +11,11 @@ import math
 from typing import Any, NamedTuple
 
 from numfuse.backends.cpu import descriptors
-from numfuse.backends.cpu.kernels import library
+from numfuse.backends.cpu.descriptors import Slots
+from numfuse.backends.cpu.kernels import library, rows
 from numfuse.backends.cpu.launch.sequence import Operand, Plan, temporary
 from numfuse.problem.operands import format_of
+from numfuse.runtime.specialise import Kernel
 
 
 class Turn(NamedTuple):
@@ -29,10 +31,12 @@ class Partials(NamedTuple):
     x: Operand
     #: They are of "columns", to a row of the result; of "rows", to a column; or of "all".
     of: str = "columns"
+    #: A contiguous array of the result's elements, copied to it when their sum is there.
+    made: Operand | None = None
 
     def total(self, name: str, out: Operand) -> Operand:
         """Return where blocks sum up a result: its sums, and the rounding errors made in them."""
-        *batch, m, n = out.shape
+        *batch, m, n = (self.made or out).shape
         if self.of == "rows":
             return temporary(f"total {name}", (*batch, 2, m), "float64").turned()
         return temporary(f"total {name}", (*batch, 2, n), "float64")
@@ -107,3 +111,27 @@ def join(
         None if turn.first or total is None else kept(total),
         None if turn.last or total is None else kept(total),
     )
+
+
+def copied(source: Operand, target: Operand, threads: int) -> Plan | None:
+    """Return the pass that brings the elements of a contiguous array to a matrix."""
+    source = temporary(source.name, target.shape, source.fmt)
+    if abs(target.strides[-2]) < abs(target.strides[-1]):
+        source, target = source.turned(), target.turned()
+    m, n = target.shape
+    row, slots = rows.copy(target.fmt, target.fmt), Slots(extra=source, out=target)
+    return descriptors.rows(m, n, row, slots, threads)
+
+
+def growing(acc: str, out: Operand, total: Operand | None, turn: Turn) -> tuple[Kernel, Slots]:
+    """Return the row function that stores a block's part of a sum or adds to it, and its operands.
+
+    `total` is where a half type is summed; others are summed in `out`.
+    """
+    if turn.first and (turn.last or total is None):
+        return rows.store(out.fmt), Slots(out=out)
+    if turn.first:
+        return rows.store(acc), Slots(out=total)
+    if total is None or not turn.last:
+        return rows.add(acc), Slots(out=total or out)
+    return rows.add_and_store(out.fmt), Slots(extra=total, out=out)
