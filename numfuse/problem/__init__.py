@@ -8,6 +8,7 @@
 - `product`: the products, forward and backward
 - `forms`: the form of a call of an epilogue, and the formulas and products of its derivatives
 - `fused`: the problems of epilogues of products and operands
+- `folds`: a batch folded into the rows of a problem
 - `jets`: first and second derivatives through a layer, and their backward
 - `networks`: a network's jet in one kernel, and its backward
 - `gates`: the gates and their derivatives, as epilogues of arrays

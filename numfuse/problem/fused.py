@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from numfuse.epilogues import Epilogue
 from numfuse.language.curves import Curve
 from numfuse.language.graph import topological
 from numfuse.problem.arrays import ArraysByName
+from numfuse.problem.folds import fold
 from numfuse.problem.forms import Factor, Form, derived, products_of, sums_of
 from numfuse.problem.operands import (
     array_of,
@@ -29,8 +29,7 @@ from numfuse.problem.operands import (
     shaped,
 )
 from numfuse.problem.product import STORED
-from numfuse.problem.results import made_late
-from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, merge_axes, residual_view
+from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, residual_view
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -220,10 +219,7 @@ def make(
     p.width = form.factors * (1 + (form.kind in ("double_backward", "tangent")))
     if p.batch and form.factors:
         right = {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")}
-        if ghosts:
-            _fold(p, right, None, None)
-        else:
-            _fold(p, right, gathered or _rows, scattered)
+        fold(p, right, ghosts, gathered=gathered, scattered=scattered)
     return p
 
 
@@ -286,48 +282,3 @@ def _outputs(
             others[label] = made[name]
         found.append(made[name] if given is None else given)
     return made, tuple(found) if len(specs) > 1 or "backward" in form.kind else found[0]
-
-
-def _rows(x: ndarray) -> ndarray:
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
-
-
-def _fold(
-    p: FusedProblem,
-    right: set[str],
-    gathered: Callable[[ndarray], ndarray] | None,
-    scattered: Callable[[ndarray], ndarray] | None,
-) -> None:
-    """Fold the batch into M where every right factor serves all of it: one product, not many.
-
-    What does not merge without a copy is copied, so that the sums over rows have one order whatever
-    the strides are: an operand before, a result when all is done. Where it cannot be `gathered`, or
-    where an operand repeats over the batch, but not over M, the batch stays as it is.
-    """
-    views: dict[str, ndarray] = {}
-    late: list[tuple[ndarray, ndarray]] = []
-    rows, count = (*p.batch, p.m), prod(p.batch) * p.m
-    for name, x in p.arrays.items():
-        if all(length == 1 for length in x.shape[:-1]) and name not in right:
-            views[name] = x.reshape(1, x.shape[-1])
-        elif name in right:
-            if any(length != 1 for length in x.shape[:-2]):
-                return
-            views[name] = x[(0,) * (x.ndim - 2)]
-        elif (1,) * (len(rows) - x.ndim + 1) + x.shape[:-1] != rows:
-            return
-        else:
-            lengths = x.shape[:-1]
-            apart = x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1
-            if apart and gathered is None:
-                return
-            views[name] = x if apart else _rows(x)
-    for name, x in views.items():
-        if x.ndim > 2 and name in p.results:
-            if scattered is None:
-                late.append(made_late(x))
-            x = _rows(late[-1][1]) if scattered is None else scattered(x)
-        elif x.ndim > 2 and gathered is not None:
-            x = gathered(x)
-        p.arrays[name] = x
-    p.m, p.batch, p.late = count, (), tuple(late)

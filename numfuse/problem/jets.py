@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +52,7 @@ from numfuse.epilogues import (
 from numfuse.language.curves import leaf
 from numfuse.language.graph import Expr
 from numfuse.problem.arrays import ArraysByName
+from numfuse.problem.folds import fold
 from numfuse.problem.forms import Form
 from numfuse.problem.fused import FusedProblem
 from numfuse.problem.operands import array_of, as_plain, checked, output, same_dtype, shaped
@@ -62,9 +62,8 @@ from numfuse.problem.results import (
     LayerJetGradients,
     check_needs,
     check_outputs,
-    made_late,
 )
-from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, merge_axes, residual_view
+from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, residual_view
 
 NEEDS = ("a", "b", "bias", "a_dot", "a_ddot")
 #: By array: the operands of which it has a member for each, of directions or of seconds.
@@ -228,7 +227,8 @@ def make(
     how |= {"operands": () if form is None else form.others}
     p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **how)
     if p.batch:
-        _fold(p, ghosts)
+        fixed = ("weights", "a_dot") if p.shared else ("weights",)
+        fold(p, SHARED, ghosts, members=MEMBERS, kept=fixed)
     return p
 
 
@@ -413,38 +413,3 @@ def formulas_of(
         absent.append("grad_bent")
     jet = jet.each(lambda part: part.without(*absent))
     return jet.each(lambda part: part.guarded()) if guard else jet
-
-
-def _fold(p: JetProblem, ghosts: bool) -> None:
-    """Fold the batch into M where b and bias serve all of it: one product, not many.
-
-    What does not merge is copied, so that sums over rows have one order whatever the strides are:
-    an operand before, a result when all is done. With a ghost that does not, the batch stays.
-    """
-    views: dict[str, ndarray] = {}
-    late: list[tuple[ndarray, ndarray]] = []
-    rows, count = (*p.batch, p.m), prod(p.batch) * p.m
-    for name, x in p.arrays.items():
-        lead = int(name in MEMBERS)
-        if name == "weights":
-            views[name] = x
-        elif name in SHARED:
-            if any(length != 1 for length in x.shape[:-2]):
-                return
-            views[name] = x[(0,) * (x.ndim - 2)]
-        elif name.removeprefix("d_") in p.operands and all(n == 1 for n in x.shape[:-1]):
-            views[name] = x[(0,) * (x.ndim - 2)]
-        elif p.shared and name == "a_dot":
-            views[name] = x
-        elif x.shape[lead:-1] != rows:
-            return
-        else:
-            apart = x.size and len(merge_axes(x.shape[lead:-1], x.strides[lead:-1])[0]) > 1
-            if apart and ghosts:
-                return
-            if apart and name in p.results:
-                late.append(made_late(x))
-                x = late[-1][1]
-            views[name] = x.reshape(*x.shape[:lead], count, x.shape[-1])
-    p.arrays.update(views)
-    p.m, p.batch, p.late = count, (), tuple(late)
