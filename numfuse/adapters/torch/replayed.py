@@ -12,14 +12,18 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import empty_like
 
 from numfuse.activations import table
 from numfuse.adapters.torch.tensors import dtypes
 from numfuse.backends import ACTIVE, DEFAULT, LOADED
 from numfuse.operations import Operation
+from numfuse.runtime.fingerprint import form_of
 from numfuse.runtime.replay import Replay
+from numfuse.runtime.strided import ghost
 
 #: An object behind whose header stands the address of its memory, as behind an array's.
 _place = ctypes.c_char.from_address
@@ -114,33 +118,27 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
     if type(replay) is not Replay or chosen.name != "cpu" or not _reads_places():
         return None
     kinds = dtypes()
-    key: list[Hashable] = [serial, operation.mark, flags, needs]
     dtype: Any = None
+    forms: list[Any] = []  # arrays that are as those of the call would be, but for their memory
     for i, x in enumerate(operands):
         if x is None:
-            key.append(None)
+            forms.append(None)
             continue
         dtype = kinds.get(x.dtype)
         turned = i in flipped
         if not x.numel() or dtype is None or (turned and 1 in x.shape):
             return None
         steps = tuple([step * dtype.itemsize for step in x.stride()])
-        if turned:
-            key += x.shape[::-1], dtype, steps[::-1]
-        elif x.is_contiguous():
-            key += x.shape, dtype
-        else:
-            key += x.shape, dtype, steps
+        form = as_strided(np.empty((), dtype), x.shape, steps)
+        forms.append(form.T if turned else form)
     flips = {place - 1: operands[place] for place in flipped if operation.operands[place] in needs}
+    fingerprint: tuple[Hashable, ...] = serial, operation.mark, flags, needs
     if flips:
-        key.append(len(operation.needs))
-        for i in range(len(operation.needs)):
-            if i in flips:
-                steps = tuple([step * dtype.itemsize for step in (1, flips[i].shape[1])])
-                key += flips[i].shape[::-1], dtype, steps
-            else:
-                key.append(None)
-    fingerprint = tuple(key)
+        count = len(operation.needs)
+        forms += [ghost(flips[i].shape, dtype).T if i in flips else None for i in range(count)]
+        fingerprint = *fingerprint, form_of(tuple(forms)), count
+    else:
+        fingerprint = *fingerprint, form_of(tuple(forms))
     found = replay.find(fingerprint)
     if found is not None and found.varies is not None:
         found = replay.find((fingerprint, found.varies()))
