@@ -263,7 +263,7 @@ for dtype in ("float64", "float32", "bfloat16"):
     for threads in (1, 2, 3, 4):
         numba.set_num_threads(threads)
         entered.clear()
-        launching._alone = 0  # (a launch that waited long lets the next ones go alone)
+        launching._until = 0.0  # (a launch that waited long lets the next ones go alone)
         results.append(backward(200, 263, 70, dtype))
         if threads == 1:
             assert alone(), entered
@@ -461,7 +461,7 @@ if child == 0:
         os._exit(status)
 assert os.waitpid(child, 0)[1] == 0
 # The parent still has all its threads. (Its own at once may have made it wait and go alone.)
-launching._alone = launching._were_alone = 0
+launching._until = launching._pause = 0.0
 entered.clear()
 got = forward(), backward(), gated()
 check_layer()
