@@ -218,11 +218,10 @@ NETWORK_GROUPS = 528
 class NetworkTile:
     """A workgroup's rows of points on their way through a network, and an invocation's parts."""
 
-    #: Columns of a row, and how many fours of them lie between two rows.
+    #: Columns of a row.
     width: int
-    pitch: int
     rows: int
-    #: Rows of weights that are in workgroup memory at a time.
+    #: Rows of weights, or of a layer's inputs, that are in workgroup memory at a time.
     slice: int
     #: An invocation's rows and columns of a product, and of a gradient of weights.
     mr: int
@@ -235,38 +234,46 @@ class NetworkTile:
         return self.rows // self.mr * (self.width // self.nr)
 
     @property
+    def team(self) -> int:
+        """Invocations that make a whole gradient of weights."""
+        return self.width // self.dm * (self.width // self.dn)
+
+    @property
+    def teams(self) -> int:
+        """Teams, each of which adds up some of the rows."""
+        return self.invocations // self.team
+
+    @property
     def nbytes(self) -> int:
         """Workgroup memory of a backward: a tile, and its inputs in one layer or some weights."""
-        return 16 * self.pitch * (self.rows + max(self.rows, self.slice))
+        return 4 * self.width * (self.rows + self.slice)
 
 
 def network_tile(widest: int, storage: int, invocations: int, cpu: bool) -> NetworkTile | None:
     """Return the tile of a network whose layers have up to so many columns; None: there is none.
 
-    It is the largest that the device holds; rows are 16 bytes longer where there is room, as
-    invocations that read neighbouring rows then find them in other banks. Of a CPU tiles are small:
-    its compiler takes the longer.
+    It is the first that the device holds. Of a CPU tiles are small: its compiler takes the longer.
     """
     width = next((x for x in NETWORK_WIDTHS if widest <= x), 0)
     if not width:
         return None
-    every = _CPU_NETWORKS if cpu else _NETWORKS
-    for rows, mr, nr, dm, dn in every[width]:
-        for pad in (1, 0):
-            tile = NetworkTile(width, width // 4 + pad, rows, min(rows, width), mr, nr, dm, dn)
-            if tile.nbytes <= storage and tile.invocations <= invocations:
-                return tile
+    for sizes in (NETWORK_CPU_TILES if cpu else NETWORK_TILES)[width]:
+        tile = NetworkTile(width, *sizes)
+        if tile.nbytes <= storage and tile.invocations <= invocations:
+            return tile
     return None
 
 
-#: By width, the rows of tiles, and an invocation's rows and columns of a product, and of a gradient
-#: of weights. 8 x 8 sums are 16 reads of four values for 256 multiply-adds, as those of `TILES`; 32
-#: rows are for 16 KiB.
-_NETWORKS = {
-    64: ((64, 8, 8, 8, 8), (32, 4, 8, 8, 8)),
-    32: ((64, 8, 4, 4, 4), (32, 4, 4, 4, 4)),
+#: By width, the rows of tiles and of slices, and an invocation's rows and columns of a product, and
+#: of a gradient of weights; the first that fits is taken. 8 x 8 sums are 16 reads of four values
+#: for 256 multiply-adds, as those of `TILES`; 32 rows are for 16 KiB. An invocation's rows are
+#: apart by a multiple of eight, there are one or two teams, and two need a slice of whole weights.
+#: (`asv_benches/webgpu_networks.py` times every tile of a list.)
+NETWORK_TILES = {
+    64: ((64, 64, 8, 8, 8, 8), (32, 32, 4, 8, 8, 8)),
+    32: ((64, 64, 8, 4, 4, 4),),
 }
-_CPU_NETWORKS = {
-    64: ((64, 4, 4, 4, 4), (32, 4, 4, 8, 4)),
-    32: ((64, 4, 4, 4, 4), (32, 4, 4, 4, 4)),
+NETWORK_CPU_TILES = {
+    64: ((64, 64, 4, 4, 4, 4), (32, 32, 4, 4, 8, 4)),
+    32: ((64, 64, 4, 4, 4, 4),),
 }

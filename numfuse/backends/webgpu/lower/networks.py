@@ -112,7 +112,7 @@ def sizes_of(
     tiles = -(-count // points)
     if not backward:
         return Sizes(tile, points, 1, tiles, tiles, 0, 0)
-    keeps = tile.rows * sum(_fours(k) + _fours(n) for k, n in pairwise(widths))
+    keeps = 2 * (len(widths) - 1) * tile.rows * (tile.width // 4)
     plane = gradients(widths)[1] // 4
     most = min(tiling.NETWORK_GROUPS, device.room // (16 * (keeps + plane)))
     if most < 1:
@@ -158,7 +158,8 @@ class _Network:
         for i, (f, (k, n)) in enumerate(self.layers):
             own = {"k": k, "n": n, "f": 0 if f.is_identity else 1 + self.curves.index(f)}
             own |= dict.fromkeys(("w", "turned", "bias"), NONE)
-            heights = {"w": 4 * _fours(k), "turned": 4 * _fours(n) if p.backward else 0}
+            # A workgroup fetches four rows, or whole slices of as many as there may be.
+            heights = {"w": self._height(k), "turned": self._height(n) if p.backward else 0}
             own |= {name: place(rows) for name, rows in heights.items() if rows}
             w = self._array(p.arrays[f"weights_{i}"])
             into = {"to": own["w"], "height": heights["w"]}
@@ -175,6 +176,9 @@ class _Network:
         for first in range(0, len(arrays), slots):
             self._pack(arrays[first : first + slots], slots, made)
         return made, words
+
+    def _height(self, rows: int) -> int:
+        return 4 if rows <= 4 else self.tile.width
 
     def _array(self, x: Any) -> Region:
         """Return weights, or a bias as one row."""
@@ -221,18 +225,19 @@ class _Network:
         parts = tuple((one[0], one[1] if p.backward else ()) for one in found)
         weighted = p.weights is not None
         how: Any = {"one_rounding": self.device.one_rounding["float32"]}
-        return NetworkPass(
-            self.tile, format_of(p.dtype), parts, *self.counts, weighted, p.backward, **how
-        )
+        counts = *self.counts, weighted, p.pattern, p.backward
+        return NetworkPass(self.tile, format_of(p.dtype), parts, *counts, **how)
 
     def table(self, words: list[dict[str, int]]) -> tuple[Any, dict[str, int]]:
         """Return the words of all layers, directions and weights, and where the last two begin."""
         p, numbers = self.p, b""
         for own in words:
-            numbers += LAYER.pack({"d_w": 0, "d_bias": 0, "inputs": 0, "sums": 0} | own)
+            numbers += LAYER.pack({"d_w": 0, "d_bias": 0} | own)
+        units = np.zeros((len(p.units), 4 * _fours(p.widths[0])), _F32)
+        units[:, : p.widths[0]] = p.units
         places = {}
-        for name, x in (("units", p.units), ("weights", p.weights)):
-            places[name] = len(numbers) // 4
+        for name, x in (("units", units), ("weights", p.weights)):
+            places[name] = len(numbers) // 16
             numbers += b"" if x is None else np.ascontiguousarray(x, _F32).tobytes()
         return self.device.constant(numbers, uniform=False), places
 
@@ -269,8 +274,8 @@ class _Network:
         bindings["x"], at = x.bound(device)
         values |= {"x": at, "x_row": x.strides[0], "x_column": x.strides[1]} | ends
         bindings |= {"packed": packed.bound(device)[0], "table": table}
-        values |= {"count": p.count, "points": sizes.points, "tiles": sizes.tiles}
-        values |= {"chunk": sizes.chunk, "layers": len(words), "steps": len(words)}
+        values |= {"count": p.count, "tiles": sizes.tiles, "chunk": sizes.chunk}
+        values |= {"layers": len(words), "made": len(words)}
         values["outputs"] = p.widths[-1]
         planes = None
         if backward:
@@ -284,12 +289,9 @@ class _Network:
             self._join(planes)
 
     def _keep(self, words: list[dict[str, int]]) -> None:
-        """Enter where a layer's inputs and sums are kept, and its gradients in a plane."""
-        rows, at = self.tile.rows, 0
+        """Enter where a layer's gradients are in a plane."""
         places = {x.name: x.at // 4 for x in gradients(self.p.widths)[0]}
         for i, own in enumerate(words):
-            own |= {"inputs": at, "sums": at + rows * _fours(own["k"])}
-            at = own["sums"] + rows * _fours(own["n"])
             own |= {"d_w": places[f"weights_{i}"], "d_bias": places[f"biases_{i}"]}
 
     def _backward(
@@ -299,7 +301,7 @@ class _Network:
         p, store, device, sizes = self.p, self.store, self.device, self.sizes
         layers, by_weights = len(self.layers), "flat" in p.arrays
         made = layers - p.activations[-1].is_identity
-        values |= {"made": made, "steps": made + layers, "by_weights": int(by_weights)}
+        values |= {"made": made, "by_weights": int(by_weights)}
         values["given"] = sum(1 << i for i, name in enumerate(_GRADS) if name in given)
         kept, plane = sizes.groups * sizes.keeps, sizes.plane if by_weights else 0
         work = fresh(device, (kept + sizes.groups * plane, 4), _F32, "the inside of a network")

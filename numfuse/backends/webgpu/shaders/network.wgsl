@@ -1,87 +1,197 @@
 // A network's jet, or its gradients: a workgroup takes tiles of points through all layers.
 //
-// A tile has a row for each member of each of its points, member by member: the values, then each
-// direction's, then each second derivative's. Rows, like those of weights, are padded to $WIDTH columns,
-// of which those that a layer lacks are 0. A step is one product with the weights of a layer: of a
-// forward, then a pass over points in the place of the sums. A backward makes its points' forward
-// again, and what it needs of it waits in the workgroup's part of `work`; then come the steps from
-// the last layer to the first, each with a pass, the gradients of the weights, and a product with the
-// transposed weights. Every loop that has a barrier in it is uniform.
+// A tile has a row for each member of each of its points, member by member: $POINTS values, as many
+// of each direction, and of each second derivative; $WIDTH columns each, of which those that a layer
+// lacks are 0, and so are the rows of points that there are not. A layer is a product of the tile
+// and its weights, and a pass over points in the place of the sums. A backward makes its points'
+// forward again, and what it needs of it waits in the workgroup's part of `work`; then come the
+// layers from the last to the first, each with a pass, the gradients of the weights, and a product
+// with the transposed weights. Every loop that has a barrier in it is uniform.
+//
+// Copies and passes are written out: what is read is read before the first of it is stored, since a
+// compiler keeps the order of a load behind a store that may be to the same place.
 
 $HEADER
 
 const NONE = 0xffffffffu;
+const NO = vec4<f32>();
 
-// The rows of the tile, and what they are multiplied with: slices of weights, or a layer's inputs.
-var<workgroup> tile: array<vec4<f32>, $TILE_SIZE>;
-var<workgroup> other: array<vec4<f32>, $OTHER_SIZE>;
+// The rows of the tile, and what they are multiplied with: weights, or a layer's inputs.
+var<workgroup> tile: array<vec4<f32>, ${ROWS * FOURS}>;
+var<workgroup> other: array<vec4<f32>, ${OTHER_ROWS * FOURS}>;
 
-$FORMULAS
-
-//$ for i, forward, backward in POINTS:
-// The point and the column of `tile[at][lane]`, whose members are `step` apart.
-fn forward_$i(at: u32, lane: u32, step: u32, straight: u32) {
-    $forward
-}
-
-//$ if BACKWARD:
-// The sums are at `from_`, their members `from_step` apart.
-fn backward_$i(at: u32, lane: u32, step: u32, from_: u32, from_step: u32, straight: u32) {
-    $backward
-}
-
-//$ end
-//$ end
-// A pass over the tile's points in a layer of `n` columns: from their sums to their results, or
-// `back` to the gradients by the sums, which are in `work` then.
-fn pass_over(t: u32, f: u32, points: u32, n: u32, straight: u32, back: bool, sums: u32) {
-    let wide = (n + 3u) / 4u;
-    for (var e = t; e < points * wide; e += ${INVOCATIONS}u) {
-        let at = e / wide * ${PITCH}u + e % wide;
-        // Neighbours begin at other lanes: other banks of workgroup memory.
-        for (var j = 0u; j < 4u; j++) {
-            let lane = (j + (t >> 3u)) & 3u;
-            if (e % wide * 4u + lane >= n) {
-                continue;
-            }
-            switch (f) {
-                //$ for i, forward, backward in POINTS:
-                case ${i}u: {
-                    //$ if BACKWARD:
-                    if (back) {
-                        backward_$i(at, lane, points * ${PITCH}u, sums + e, points * wide, straight);
-                    } else {
-                        forward_$i(at, lane, points * ${PITCH}u, straight);
-                    }
-                    //$ else:
-                    forward_$i(at, lane, points * ${PITCH}u, straight);
-                    //$ end
-                }
-                //$ end
-                default: {}
-            }
-        }
-    }
+// Where the tile has four columns of a row. The fours of eight rows are in eight orders, so that
+// invocations that read one four of as many rows find it in as many banks.
+fn place(row: u32, four: u32) -> u32 {
+    return row * ${FOURS}u + (four ^ (row & 7u));
 }
 
 // Which of four columns there are.
-fn inside(column: u32, n: u32) -> vec4<bool> {
-    return vec4<u32>(column, column + 1u, column + 2u, column + 3u) < vec4<u32>(n);
+fn inside(four: u32, n: u32) -> vec4<bool> {
+    return vec4<u32>(four * 4u) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(n);
 }
 
 //$ for a in READS:
 // Four columns of `${a.name}`, 0 where there are fewer.
-fn load_${a.name}(at: u32, column: u32, n: u32) -> vec4<f32> {
-    var found = vec4<f32>();
-    //$ for d in range(4):
-    if (column + ${d}u < n) {
-        found[$d] = f32(${a.name}[at + (column + ${d}u) * p.${a.name}_column]);
+fn load_${a.name}(at: u32, four: u32, n: u32) -> vec4<f32> {
+    let first = at + four * 4u * p.${a.name}_column;
+    var found = NO;
+    //$ for l in range(4):
+    if (four * 4u + ${l}u < n) {
+        found[$l] = f32(${a.name}[first + ${l}u * p.${a.name}_column]);
     }
     //$ end
     return found;
 }
 
 //$ end
+// Four columns of a row of the first layer's inputs: points, and directions, which are constants.
+fn input(row: u32, four: u32, n: u32, first: u32, points: u32) -> vec4<f32> {
+    let member = row / ${POINTS}u;
+    let point = row % ${POINTS}u;
+    if (point >= points || member > ${D}u) {
+        return NO;
+    }
+    //$ if D:
+    if (member > 0u) {
+        return bitcast<vec4<f32>>(table[p.units + (member - 1u) * ((n + 3u) / 4u) + four]);
+    }
+    //$ end
+    return load_x(p.x + (first + point) * p.x_row, four, n);
+}
+
+// --- passes over the tile's points ----------------------------------------------------------------
+$FORMULAS
+
+$PASSES
+//$ if BACKWARD:
+// What a layer without an activation hands on.
+fn keep(t: u32, points: u32, n: u32, inputs: u32) {
+    let four = t % ${FOURS}u;
+    if (four * 4u >= n) {
+        return;
+    }
+    for (var row = t / ${FOURS}u; row < ${MEMBERS * POINTS}u; row += ${INVOCATIONS // FOURS}u) {
+        work[inputs + row * ${FOURS}u + four] = select(NO, tile[place(row, four)], row % ${POINTS}u < points);
+    }
+}
+
+//$ end
+// --- products ------------------------------------------------------------------------------------
+// Rows of weights to workgroup memory, with `few` the first four alone. (The first of a layer's
+// may be brought while the tile is written.)
+fn fetch(t: u32, first: u32, few: bool) {
+    if (few) {
+        for (var e = t; e < ${4 * FOURS}u; e += ${INVOCATIONS}u) {
+            other[e] = packed[first + e];
+        }
+        return;
+    }
+    //$ for i in range(FETCHES):
+    let w$i = packed[first + t + ${i * INVOCATIONS}u];
+    //$ end
+    //$ for i in range(FETCHES):
+    other[t + ${i * INVOCATIONS}u] = w$i;
+    //$ end
+}
+
+// The tile times `k` rows of weights, of which the first slice is in `other`, in the tile's place.
+fn multiply(t: u32, weights: u32, k: u32, n: u32, bias: u32, points: u32) {
+    let tx = t % ${ACROSS}u;
+    let ty = t / ${ACROSS}u;
+    let turn = ty & 7u;
+    let wide = (n + 3u) / 4u;
+    let deep = (k + 3u) / 4u;
+    //$ for i, j in PRODUCTS:
+    var c${i}_$j = NO;
+    //$ end
+    //$ for i in range(THIN):
+    var h$i = NO;
+    //$ end
+    //$ if SLICED:
+    for (var k0 = 0u; k0 < deep; k0 += ${SLICE // 4}u) {
+    let depth = min(${SLICE // 4}u, deep - k0);
+    if (k0 > 0u) {
+        workgroupBarrier();
+        fetch(t, weights + k0 * ${4 * FOURS}u, false);
+        workgroupBarrier();
+    }
+    //$ else:
+    const k0 = 0u;
+    let depth = deep;
+    //$ end
+    if (wide > 1u) {
+        for (var q = 0u; q < depth; q++) {
+            let at = ty * ${FOURS}u + ((k0 + q) ^ turn);
+            //$ for i in range(MR):
+            let a$i = tile[at + ${i * DOWN * FOURS}u];
+            //$ end
+            let from_ = q * ${4 * FOURS}u + tx;
+            //$ for d in range(4):
+            {
+                //$ for j in range(RUNS):
+                let b$j = other[from_ + ${d * FOURS + j * ACROSS}u];
+                //$ end
+                //$ for i, j in PRODUCTS:
+                c${i}_$j = fma(vec4<f32>(a$i[$d]), b$j, c${i}_$j);
+                //$ end
+            }
+            //$ end
+        }
+    } else {
+        // Of a few columns an invocation has whole rows.
+        for (var q = 0u; q < depth; q++) {
+            //$ for d in range(4):
+            let b$d = other[q * ${4 * FOURS}u + ${d * FOURS}u];
+            //$ end
+            //$ for i in range(THIN):
+            $IF_ROW
+            let a$i = tile[place(t + ${i * INVOCATIONS}u, k0 + q)];
+            //$ for d in range(4):
+            h$i = fma(vec4<f32>(a$i[$d]), b$d, h$i);
+            //$ end
+            $END_ROW
+            //$ end
+        }
+    }
+    //$ if SLICED:
+    }
+    //$ end
+    // No invocation reads the tile any more.
+    workgroupBarrier();
+    if (wide > 1u) {
+        //$ for j in range(RUNS):
+        {
+            let four = ${j * ACROSS}u + tx;
+            let there = inside(four, n);
+            var more = NO;
+            if (bias != NONE) {
+                more = packed[bias + four];
+            }
+            let at = ty * ${FOURS}u + (four ^ turn);
+            //$ for i in range(MR):
+            tile[at + ${i * DOWN * FOURS}u] = select(NO, c${i}_$j + select(NO, more, ${i * DOWN}u + ty < points), there);
+            //$ end
+        }
+        //$ end
+    } else {
+        let there = inside(0u, n);
+        var more = NO;
+        if (bias != NONE) {
+            more = packed[bias];
+        }
+        //$ for i in range(THIN):
+        {
+            let row = t + ${i * INVOCATIONS}u;
+            $IF_ROW
+            tile[place(row, 0u)] = select(NO, h$i + select(NO, more, row < points), there);
+            $END_ROW
+        }
+        //$ end
+    }
+}
+
+$GRADIENTS
 @compute @workgroup_size($INVOCATIONS)
 fn main(
     @builtin(local_invocation_index) t: u32,
@@ -89,8 +199,6 @@ fn main(
     @builtin(num_workgroups) grid: vec3<u32>,
 ) {
     let number = group.x + group.y * grid.x;
-    let tx = t % ${ACROSS}u;
-    let ty = t / ${ACROSS}u;
     //$ if BACKWARD:
     let kept = p.kept + number * p.keeps;
     let plane = p.planes + number * p.plane;
@@ -98,323 +206,123 @@ fn main(
     let first_tile = number * p.chunk;
     let last_tile = min(first_tile + p.chunk, p.tiles);
     for (var number_of_tile = first_tile; number_of_tile < last_tile; number_of_tile++) {
-        let first = number_of_tile * p.points;
-        let points = min(p.points, p.count - first);
-        // The first layer's inputs: points, and directions, which are constants.
+        let first = number_of_tile * ${POINTS}u;
+        let points = min(${POINTS}u, p.count - first);
         workgroupBarrier();
-        {
-            let n = table[0];
-            let wide = (n + 3u) / 4u;
-            for (var e = t; e < points * wide; e += ${INVOCATIONS}u) {
-                let row = e / wide;
-                let column = e % wide;
-                tile[row * ${PITCH}u + column] = load_x(p.x + (first + row) * p.x_row, column * 4u, n);
-                //$ for d in range(D):
-                {
-                    var along = vec4<f32>();
-                    for (var lane = 0u; lane < min(4u, n - column * 4u); lane++) {
-                        along[lane] = bitcast<f32>(table[p.units + ${d}u * n + column * 4u + lane]);
-                    }
-                    tile[(${1 + d}u * points + row) * ${PITCH}u + column] = along;
-                }
-                //$ end
+        for (var four = 0u; four < (table[0].x + 3u) / 4u; four++) {
+            for (var row = t; row < ${ROWS}u; row += ${INVOCATIONS}u) {
+                tile[place(row, four)] = input(row, four, table[0].x, first, points);
             }
         }
+        if (p.made > 0u) {
+            fetch(t, table[0].w, table[0].x <= 4u);
+        }
         workgroupBarrier();
-        for (var step = 0u; step < p.steps; step++) {
-            //$ if BACKWARD:
-            let back = step >= p.made;
-            let layer = select(step, p.layers - 1u - (step - p.made), back);
-            //$ else:
-            let layer = step;
-            //$ end
-            let words = layer * ${LAYER}u;
-            let f = table[words + ${F}u];
-            let rows = points * select(${1 + D + S}u, ${1 + D}u, layer == 0u);
-            //$ if S:
-            let straight = select(${S}u, 0u, layer == 0u);
-            //$ else:
-            let straight = 0u;
-            //$ end
-            var k = table[words + ${K}u];
-            var n = table[words + ${N}u];
-            var weights = table[words + ${W}u];
-            //$ if BACKWARD:
-            if (back) {
-                if (layer + 1u == p.layers) {
-                    // What the forward kept is read by other invocations than wrote it. The inputs of
-                    // a last layer that is a product alone are in the tile yet.
-                    storageBarrier();
-                    if (layer >= p.made && p.by_weights != 0u) {
-                        let high = (k + 3u) / 4u;
-                        for (var e = t; e < rows * high; e += ${INVOCATIONS}u) {
-                            let at = e / high * ${PITCH}u + e % high;
-                            other[at] = tile[at];
-                        }
-                    }
-                    workgroupBarrier();
-                    let wide = (n + 3u) / 4u;
-                    for (var e = t; e < points * wide; e += ${INVOCATIONS}u) {
-                        let row = e / wide;
-                        let column = e % wide;
-                        //$ for a in GRADS:
-                        //$ for i in range(a.number):
-                        {
-                            var found = vec4<f32>();
-                            if ((p.given & ${a.bit}u) != 0u) {
-                                found = load_${a.name}(p.${a.name} + ${i}u * p.${a.name}_member + (first + row) * p.${a.name}_row, column * 4u, n);
-                            }
-                            tile[(${a.first + i}u * points + row) * ${PITCH}u + column] = found;
-                        }
-                        //$ end
-                        //$ end
-                    }
-                    workgroupBarrier();
-                }
-                if (f != 0u) {
-                    pass_over(t, f, points, n, straight, true, kept + table[words + ${SUMS}u]);
-                    workgroupBarrier();
-                }
-                if (p.by_weights != 0u) {
-                    let high = (k + 3u) / 4u;
-                    let wide = (n + 3u) / 4u;
-                    let inputs = kept + table[words + ${INPUTS}u];
-                    if (layer < p.made) {
-                        for (var e = t; e < rows * high; e += ${INVOCATIONS}u) {
-                            other[e / high * ${PITCH}u + e % high] = work[inputs + e];
-                        }
-                    }
-                    workgroupBarrier();
-                    let fresh = number_of_tile == first_tile;
-                    let d_w = plane + table[words + ${D_W}u];
-                    if (k > 4u && n > 4u) {
-                        let dx = t % ${D_ACROSS}u;
-                        let dy = t / ${D_ACROSS}u;
-                        //$ for i, j in D_SUMS:
-                        var d${i}_$j = vec4<f32>();
-                        //$ end
-                        //$ if D_IDLE:
-                        if (dy < ${D_DOWN}u) {
-                        //$ end
-                        for (var row = 0u; row < rows; row++) {
-                            //$ for i in range(D_HIGH):
-                            let a$i = other[row * ${PITCH}u + ${i * D_DOWN}u + dy];
-                            //$ end
-                            //$ for j in range(D_WIDE):
-                            let b$j = tile[row * ${PITCH}u + ${j * D_ACROSS}u + dx];
-                            //$ end
-                            //$ for i, j in D_SUMS:
-                            d${i}_$j = fma(vec4<f32>(a${i // 4}[${i % 4}]), b$j, d${i}_$j);
-                            //$ end
-                        }
-                        //$ for i, j in D_SUMS:
-                        {
-                            let row = (${i // 4 * D_DOWN}u + dy) * 4u + ${i % 4}u;
-                            let column = ${j * D_ACROSS}u + dx;
-                            if (row < k && column < wide) {
-                                let at = d_w + row * wide + column;
-                                var total = d${i}_$j;
-                                if (!fresh) {
-                                    total += work[at];
-                                }
-                                work[at] = total;
-                            }
-                        }
-                        //$ end
-                        //$ if D_IDLE:
-                        }
-                        //$ end
-                    } else if (t < high * wide) {
-                        // An invocation has a block of 4 x 4.
-                        let a = t / wide;
-                        let column = t % wide;
-                        //$ for i in range(4):
-                        var d$i = vec4<f32>();
-                        //$ end
-                        for (var row = 0u; row < rows; row++) {
-                            let x = other[row * ${PITCH}u + a];
-                            let y = tile[row * ${PITCH}u + column];
-                            //$ for i in range(4):
-                            d$i = fma(vec4<f32>(x[$i]), y, d$i);
-                            //$ end
-                        }
-                        //$ for i in range(4):
-                        if (a * 4u + ${i}u < k) {
-                            let at = d_w + (a * 4u + ${i}u) * wide + column;
-                            if (!fresh) {
-                                d$i += work[at];
-                            }
-                            work[at] = d$i;
-                        }
-                        //$ end
-                    }
-                    if (t < wide) {
-                        let at = plane + table[words + ${D_BIAS}u] + t;
-                        var total = vec4<f32>();
-                        for (var row = 0u; row < points; row++) {
-                            total += tile[row * ${PITCH}u + t];
-                        }
-                        if (!fresh) {
-                            total += work[at];
-                        }
-                        work[at] = total;
-                    }
-                }
-                if (layer == 0u && p.by_x == 0u) {
-                    break;
-                }
-                let length = k;
-                k = n;
-                n = length;
-                weights = table[words + ${TURNED}u];
-            } else if (p.by_weights != 0u) {
-                let high = (k + 3u) / 4u;
-                let inputs = kept + table[words + ${INPUTS}u];
-                for (var e = t; e < rows * high; e += ${INVOCATIONS}u) {
-                    work[inputs + e] = tile[e / high * ${PITCH}u + e % high];
-                }
-            }
-            //$ end
-
-            // The product of the tile's rows and the weights, slice by slice.
-            let wide = (n + 3u) / 4u;
-            let deep = (k + 3u) / 4u * 4u;
-            //$ for i, j in PRODUCTS:
-            var c${i}_$j = vec4<f32>();
-            //$ end
-            //$ for i in range(THIN):
-            var h$i = vec4<f32>();
-            //$ end
-            for (var k0 = 0u; k0 < deep; k0 += ${SLICE}u) {
-                let depth = min(${SLICE}u, deep - k0);
-                workgroupBarrier();
-                for (var e = t; e < depth * ${WIDTH // 4}u; e += ${INVOCATIONS}u) {
-                    let column = e % ${WIDTH // 4}u;
-                    if (column < wide) {
-                        other[e / ${WIDTH // 4}u * ${PITCH}u + column] = packed[weights + k0 * ${WIDTH // 4}u + e];
-                    }
-                }
-                workgroupBarrier();
-                if (wide > 1u) {
-                    for (var q = 0u; q < depth / 4u; q++) {
-                        //$ for i in range(MR):
-                        let a$i = tile[(${i * DOWN}u + ty) * ${PITCH}u + k0 / 4u + q];
-                        //$ end
-                        //$ for d in range(4):
-                        {
-                            //$ for j in range(RUNS):
-                            let b$j = other[(q * 4u + ${d}u) * ${PITCH}u + ${j * ACROSS}u + tx];
-                            //$ end
-                            //$ for i, j in PRODUCTS:
-                            c${i}_$j = fma(vec4<f32>(a$i[$d]), b$j, c${i}_$j);
-                            //$ end
-                        }
-                        //$ end
-                    }
-                } else {
-                    // Of a few columns an invocation has whole rows.
-                    for (var q = 0u; q < depth / 4u; q++) {
-                        //$ for d in range(4):
-                        let b$d = other[(q * 4u + ${d}u) * ${PITCH}u];
-                        //$ end
-                        //$ for i in range(THIN):
-                        $IF_ROW
-                        let a$i = tile[(t + ${i * INVOCATIONS}u) * ${PITCH}u + k0 / 4u + q];
-                        //$ for d in range(4):
-                        h$i = fma(vec4<f32>(a$i[$d]), b$d, h$i);
-                        //$ end
-                        $END_ROW
-                        //$ end
-                    }
-                }
-            }
-            // No invocation reads the tile any more. What is no row or column of this layer is 0.
+        for (var layer = 0u; layer < p.made; layer++) {
+            let words = table[layer * ${LAYER}u];
+            let n = words.y;
+            multiply(t, words.w, words.x, n, table[layer * ${LAYER}u + 1u].y, points);
             workgroupBarrier();
-            let bias = table[words + ${BIAS}u];
+            if (layer + 1u < p.made) {
+                fetch(t, table[(layer + 1u) * ${LAYER}u].w, n <= 4u);
+            }
             //$ if BACKWARD:
-            let biased = bias != NONE && !back;
-            let keep = kept + table[words + ${SUMS}u];
-            //$ else:
-            let biased = bias != NONE;
+            let sums = kept + layer * ${2 * AREA}u;
             //$ end
-            if (wide > 1u) {
-                //$ for j in range(RUNS):
-                {
-                    let column = ${j * ACROSS}u + tx;
-                    let there = inside(column * 4u, n);
-                    var more = vec4<f32>();
-                    if (biased) {
-                        more = packed[bias + column];
-                    }
-                    //$ for i in range(MR):
-                    {
-                        let row = ${i * DOWN}u + ty;
-                        var total = c${i}_$j;
-                        if (biased && row < points) {
-                            total += more;
-                        }
-                        total = select(vec4<f32>(), total, there & vec4<bool>(row < rows));
-                        tile[row * ${PITCH}u + column] = total;
-                        //$ if BACKWARD:
-                        if (!back && column < wide && row < rows) {
-                            work[keep + row * wide + column] = total;
-                        }
-                        //$ end
-                    }
-                    //$ end
-                }
+            switch (words.z) {
+                //$ for i in ACTIVATIONS:
+                case ${i}u: { forward_$i(t, points, n, layer > 0u$SUMS); }
                 //$ end
-            } else {
-                //$ for i in range(THIN):
-                {
-                    let row = t + ${i * INVOCATIONS}u;
-                    $IF_ROW
-                    var total = h$i;
-                    if (biased && row < points) {
-                        total += packed[bias];
-                    }
-                    total = select(vec4<f32>(), total, inside(0u, n) & vec4<bool>(row < rows));
-                    tile[row * ${PITCH}u] = total;
-                    //$ if BACKWARD:
-                    if (!back && row < rows) {
-                        work[keep + row] = total;
-                    }
-                    //$ end
-                    $END_ROW
-                }
+                //$ if BACKWARD:
+                default: { keep(t, points, n, sums + ${AREA}u); }
+                //$ else:
+                default: {}
                 //$ end
             }
             workgroupBarrier();
-            //$ if BACKWARD:
-            let passes = f != 0u && !back && layer + 1u < p.layers;
-            //$ else:
-            let passes = f != 0u;
-            //$ end
-            if (passes) {
-                pass_over(t, f, points, n, straight, false, 0u);
-                workgroupBarrier();
-            }
         }
-        // The results of this tile.
         //$ if BACKWARD:
+        // What the forward kept is read by other invocations than wrote it.
+        storageBarrier();
+        for (var four = 0u; four < (p.outputs + 3u) / 4u; four++) {
+            for (var row = t; row < ${ROWS}u; row += ${INVOCATIONS}u) {
+                let point = row % ${POINTS}u;
+                var found = NO;
+                if (point < points) {
+                    switch (row / ${POINTS}u) {
+                        //$ for m, a, member in ENDS:
+                        case ${m}u: {
+                            if ((p.given & ${a.bit}u) != 0u) {
+                                found = load_${a.name}(p.${a.name} + ${member}u * p.${a.name}_member + (first + point) * p.${a.name}_row, four, p.outputs);
+                            }
+                        }
+                        //$ end
+                        default: {}
+                    }
+                }
+                tile[place(row, four)] = found;
+            }
+        }
+        workgroupBarrier();
+        for (var down = 0u; down < p.layers; down++) {
+            let layer = p.layers - 1u - down;
+            let words = table[layer * ${LAYER}u];
+            let more = table[layer * ${LAYER}u + 1u];
+            let k = words.x;
+            let n = words.y;
+            let sums = kept + layer * ${2 * AREA}u;
+            let inputs = sums - ${AREA}u;
+            switch (words.z) {
+                //$ for i in ACTIVATIONS:
+                case ${i}u: { backward_$i(t, points, n, layer > 0u, sums); }
+                //$ end
+                default: {}
+            }
+            if (p.by_weights != 0u) {
+                bring(t, layer, k, inputs, 0u, first, points);
+                workgroupBarrier();
+                add_gradients(
+                    t, layer, k, n, inputs, plane + more.z, plane + more.w, number_of_tile == first_tile, first, points,
+                );
+            }
+            workgroupBarrier();
+            if (layer == 0u && p.by_x == 0u) {
+                break;
+            }
+            fetch(t, more.x, n <= 4u);
+            workgroupBarrier();
+            multiply(t, more.x, n, k, NONE, points);
+            workgroupBarrier();
+        }
         if (p.by_x != 0u) {
-            let n = table[0];
-            for (var e = t; e < points * n; e += ${INVOCATIONS}u) {
-                let row = e / n;
-                let column = e % n;
-                d_x[p.d_x + (first + row) * p.d_x_row + column * p.d_x_column] = ${GIVE}(tile[row * ${PITCH}u + column / 4u][column % 4u]);
+            let n = table[0].x;
+            for (var four = 0u; four < (n + 3u) / 4u; four++) {
+                for (var point = t; point < points; point += ${INVOCATIONS}u) {
+                    let found = tile[place(point, four)];
+                    let at = p.d_x + (first + point) * p.d_x_row + four * 4u * p.d_x_column;
+                    //$ for l in range(4):
+                    if (four * 4u + ${l}u < n) {
+                        d_x[at + ${l}u * p.d_x_column] = ${GIVE}(found[$l]);
+                    }
+                    //$ end
+                }
             }
         }
         //$ else:
-        let n = p.outputs;
-        for (var e = t; e < points * n; e += ${INVOCATIONS}u) {
-            let row = e / n;
-            let column = e % n;
-            //$ for a in OUTS:
-            //$ for i in range(a.number):
-            ${a.name}[p.${a.name} + ${i}u * p.${a.name}_member + (first + row) * p.${a.name}_row + column * p.${a.name}_column] = ${GIVE}(tile[(${a.first + i}u * points + row) * ${PITCH}u + column / 4u][column % 4u]);
-            //$ end
-            //$ end
+        for (var four = 0u; four < (p.outputs + 3u) / 4u; four++) {
+            for (var point = t; point < points; point += ${INVOCATIONS}u) {
+                //$ for m, a, member in ENDS:
+                {
+                    let found = tile[place(${m * POINTS}u + point, four)];
+                    let at = p.${a.name} + ${member}u * p.${a.name}_member + (first + point) * p.${a.name}_row + four * 4u * p.${a.name}_column;
+                    //$ for l in range(4):
+                    if (four * 4u + ${l}u < p.outputs) {
+                        ${a.name}[at + ${l}u * p.${a.name}_column] = ${GIVE}(found[$l]);
+                    }
+                    //$ end
+                }
+                //$ end
+            }
         }
         //$ end
     }
