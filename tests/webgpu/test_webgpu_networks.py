@@ -28,6 +28,7 @@ from numfuse.adapters import webgpu
 from numfuse.backends.webgpu import split, tiling
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import BACKEND, WebGpuBackend
+from numfuse.backends.webgpu.shaders.networks import NetworkPass
 
 F32 = np.dtype(np.float32)
 EVERY = ("x", "weights", "biases")
@@ -291,6 +292,32 @@ def test_other_devices_take_a_network_at_once(monkeypatch, submits, poison, limi
     # Of eight bindings, six are weights and biases: ten take two dispatches.
     assert sum(x.count("pack") for x in submits) == (4 if len(sizes) == 6 else 2)
     close(got, jets(host, grads, backend="reference", **how)[0])
+
+
+#: Tiles of other shapes than the tables have: two teams, tiles of two slices, few rows.
+TILES = {
+    64: [(64, 32, 8, 8, 8, 8), (64, 64, 4, 8, 8, 8), (64, 64, 8, 4, 8, 4), (32, 64, 4, 8, 8, 8)],
+    32: [(128, 64, 8, 4, 4, 4), (64, 64, 4, 4, 4, 4), (32, 32, 4, 4, 4, 4)],
+}
+
+
+@pytest.mark.parametrize("width", TILES)
+def test_tiles_of_any_shape_give_one_network(monkeypatch, poison, width):
+    """Guards: what the benchmark compares; and indices in range, as checks would change results."""
+    host = network((3, width, width - 3, 1), 150)
+    grads = cotangents(*host)
+    how = {"directions": np.eye(2, 3), "second": SECOND}
+    wanted = jets(host, grads, backend="reference", **how)[0]
+    for i, sizes in enumerate(TILES[width]):
+        tiles = {**tiling.NETWORK_CPU_TILES, width: (sizes,)}
+        monkeypatch.setattr(tiling, "NETWORK_CPU_TILES", tiles)
+        found = []
+        for trusted in (True, False)[: 1 + (i == 0)]:
+            monkeypatch.setattr(NetworkPass, "trusted", trusted)
+            found.append(jets(host, grads, backend=WebGpuBackend(limits={}), **how))
+            assert found[-1][1] == KERNELS
+        close(found[0][0], wanted)
+        same(found[0][0], found[-1][0])
 
 
 def test_a_tile_fits_the_memory_of_its_device():

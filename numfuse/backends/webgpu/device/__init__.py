@@ -2,6 +2,7 @@
 
 - `adapters`: the adapters of this machine
 - `device`: a device with its pipelines, bind groups and programs
+- `modules`: shader modules, with run-time checks or without
 - `memory`: its buffers
 - `submits`: calls that wait for each other, and go to it together
 - `commands`: what a call gives it to do

@@ -14,7 +14,7 @@ import numpy as np
 import wgpu
 
 from numfuse.backends.webgpu import tiling
-from numfuse.backends.webgpu.device import forks, trials
+from numfuse.backends.webgpu.device import forks, modules, trials
 from numfuse.backends.webgpu.device.commands import Commands, Pipeline
 from numfuse.backends.webgpu.device.memory import Binding
 from numfuse.backends.webgpu.device.submits import Submits
@@ -151,7 +151,8 @@ class Device(Submits):
         found = self.pipelines.find(shader)
         if found is None:
             with self.reported(shader.label):
-                module = self.handle.create_shader_module(label=shader.label, code=shader.text())
+                how = shader.label, shader.text(), shader.trusted
+                module = modules.module(self.handle, *how)
                 kinds = ("uniform", 0), *((buffer.access, 0) for buffer in shader.buffers)
                 made = self.compiled(shader.label, module, kinds)
             found = self.pipelines.keep(shader, made, shader.formulas())

@@ -45,21 +45,32 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
     //$ else:
     var sum = $ACC();
     //$ end
-    //$ if PLAIN:
-    for (var q = first; q < last; q++) {
-        sum += planes[at];
-        at += p.size;
-    }
-    //$ else:
+    //$ if not PLAIN:
     var lost = $ACC();
-    for (var q = first; q < last; q++) {
-        let plane = planes[at];
-        let total = ${EACH}rounded(sum + plane);
-        let added = ${EACH}rounded(total - sum);
-        lost += (sum - (total - added)) + (plane - added);
-        sum = total;
-        at += p.size;
+    //$ end
+    // Some planes are read before the first of them is added; the rest come one by one.
+    var q = first;
+    //$ for ahead in (AHEAD, 1):
+    for (; q + ${ahead - 1}u < last; q += ${ahead}u) {
+        //$ for i in range(ahead):
+        let plane_$i = planes[at + ${i}u * p.size];
+        //$ end
+        //$ for i in range(ahead):
+        {
+            //$ if PLAIN:
+            sum += plane_$i;
+            //$ else:
+            let total = ${EACH}rounded(sum + plane_$i);
+            let added = ${EACH}rounded(total - sum);
+            lost += (sum - (total - added)) + (plane_$i - added);
+            sum = total;
+            //$ end
+        }
+        //$ end
+        at += ${ahead}u * p.size;
     }
+    //$ end
+    //$ if not PLAIN:
     sum += ${EACH}nf_finite(lost);
     //$ end
     out[p.out + number] = $OUT_TYPE(sum);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.jets import functions
@@ -38,6 +38,7 @@ class Pack(Shader):
 
     label = "pack of a network"
     uniform = Uniform(("count",))
+    trusted: ClassVar[bool] = True
 
     @cached_property
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
@@ -67,6 +68,7 @@ Parts = tuple[tuple[str, Formula], ...]
 class NetworkPass(Shader):
     """All layers of a network in one dispatch; see `network.wgsl`."""
 
+    trusted: ClassVar[bool] = True
     tile: NetworkTile
     #: The dtype of all arrays but what is packed, and of the gradients of x.
     dtype: str

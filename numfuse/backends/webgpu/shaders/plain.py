@@ -11,6 +11,8 @@ from numfuse.language import wgsl
 
 #: Axes of a strided copy; longer shapes are cut.
 COPY_AXES = 4
+#: Planes that a join reads before it adds them: the way to memory once for all of them.
+AHEAD = 8
 _AXES = [f"{name}_{axis}" for name in ("source", "out", "shape") for axis in range(COPY_AXES)]
 _COPY = Uniform((*_AXES, "source_first", "out_first", "size"))
 _JOIN = Uniform(("size", "depth", "width", "groups", "planes", "out", "total"))
@@ -71,6 +73,7 @@ def join(
         OUT_TYPE=out.element,
         ADD=add,
         PLAIN=plain,
+        AHEAD=AHEAD,
     )
 
 

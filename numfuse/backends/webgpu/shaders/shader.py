@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from numfuse.expr import Expr
 
@@ -78,6 +78,9 @@ class Shader:
     #: Bound from 1 on; 0 is the uniform.
     buffers: tuple[Storage, ...]
     uniform: Uniform
+    #: Whether every index is in range and every loop ends, whatever the values are: no run-time
+    #: check is asked for.
+    trusted: ClassVar[bool] = False
 
     def text(self) -> str:
         """Return the module."""
