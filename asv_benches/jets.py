@@ -103,8 +103,13 @@ def webgpu_calls(x: np.ndarray, layers: Layers) -> dict[str, Callable[[], Any]]:
     return {"numfuse, kept": jets, "numfuse, nested": nested}
 
 
-def layered_calls(x: np.ndarray, layers: Layers) -> dict[str, tuple[Any, Any]]:
-    """Return {name: (the call, the same layer by layer)} on a WebGPU device."""
+def layered_calls(
+    x: np.ndarray, layers: Layers, activation: str = "tanh", parts: bool = False
+) -> Any:
+    """Return {name: (the call, the same layer by layer)} on a WebGPU device.
+
+    With `parts` come the operands and the cotangents.
+    """
     from numfuse.adapters import stacks
     from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 
@@ -112,7 +117,7 @@ def layered_calls(x: np.ndarray, layers: Layers) -> dict[str, tuple[Any, Any]]:
     points, *given = (nf.to_device(y, "webgpu") for y in (x, *(y for pair in layers for y in pair)))
     weights, biases, second = given[::2], given[1::2], np.array([[1.0, 0.0]])
     call, form, needs = (points, weights, biases), (None, second), ("weights", "biases")
-    how = "tanh", "none", True, None
+    how = activation, "none", True, None
     rng = np.random.default_rng()
     shapes = (len(x), 1), (2, len(x), 1), (1, len(x), 1)
     grads = [nf.to_device(rng.standard_normal(y).astype(x.dtype), "webgpu") for y in shapes]
@@ -121,7 +126,7 @@ def layered_calls(x: np.ndarray, layers: Layers) -> dict[str, tuple[Any, Any]]:
     def forward() -> Any:
         h, made = points, []
         for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-            f, inner = "tanh" if i < len(weights) - 1 else "none", h
+            f, inner = activation if i < len(weights) - 1 else "none", h
             h, pre = nf.matmul_bias_activation(inner, w, b, f, return_pre_activation=True)
             made.append((inner, w, b, f, pre))
         return h, made
@@ -135,18 +140,19 @@ def layered_calls(x: np.ndarray, layers: Layers) -> dict[str, tuple[Any, Any]]:
         return found
 
     made = forward()[1]
-    return {
-        "value": (lambda: nf.mlp(*call), lambda: forward()[0]),
-        "its gradients": (lambda: nf.mlp_bwd(grads[0], *call), lambda: backward(made)),
+    ways = {
+        "value": (lambda: nf.mlp(*call, activation), lambda: forward()[0]),
+        "its gradients": (lambda: nf.mlp_bwd(grads[0], *call, activation), lambda: backward(made)),
         "jet": (
-            lambda: nf.mlp_jet(*call, second=second),
+            lambda: nf.mlp_jet(*call, activation, second=second),
             lambda: one_by_one(None, *call, how, form, False, ()),
         ),
         "the jet's gradients": (
-            lambda: nf.mlp_jet_bwd(*grads, *call, second=second),
+            lambda: nf.mlp_jet_bwd(*grads, *call, activation, second=second),
             lambda: one_by_one(grads, *call, how, form, kept, needs),
         ),
     }
+    return (ways, call, grads) if parts else ways
 
 
 def by_layers(seconds: float) -> None:
