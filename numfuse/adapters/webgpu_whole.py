@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 _DTYPES = frozenset(map(np.dtype, (np.float32, np.float16)))
 
 
+_NEW = object.__new__
+_GROUPS = "weights", "biases"
+_NONE_GIVEN: frozenset[str] = frozenset()
+
+
 class Raw(tuple[Any, ...]):
     """A backward's arrays: d_x, that of all gradients, and those which are no part of it."""
 
@@ -90,25 +95,49 @@ def _chosen(
     return found
 
 
+@lru_cache(maxsize=256)
+def _views(
+    width: int, shapes: tuple[Any, ...], biases: tuple[Any, ...], needs: tuple[str, ...],
+    given: frozenset[str], itemsize: int,
+) -> list[tuple[int, int, Any]]:  # fmt: skip
+    """Return where each gradient is, as a group and a layer, and how the array of all has it.
+
+    That is a shape, strides and an offset in bytes; None: it has an array of its own.
+    """
+    found = []
+    for i, place in enumerate(_places((width, *[shape[-1] for shape in shapes]))):
+        group, layer = i % 2, i // 2
+        shape = (shapes, biases)[group][layer]
+        if _GROUPS[group] in needs and shape is not None:
+            own = f"d_{place.name}" in given or not place.compact
+            view = None if own else (shape, contiguous(shape, itemsize), place.at * itemsize)
+            found.append((group, layer, view))
+    return found
+
+
 def _unpacked(
     raw: Raw, x: Any, weights: Sequence[Any], biases: Sequence[Any], needs: Sequence[str],
     outs: Mapping[str, Any],
 ) -> NetworkGradients:  # fmt: skip
     """Return a backward's arrays as its result: views of that of all gradients, and others."""
     d_x, flat, *own = raw
-    groups: dict[str, list[Any]] = {"weights": [None] * len(weights), "biases": []}
-    groups["biases"] += groups["weights"]
-    rest = iter(own)
-    for place, operand, apart in _chosen(x, weights, biases, needs, outs):
-        group, _, layer = place.name.partition("_")
-        made = next(rest) if apart else None
-        if made is None:
-            shape, size = operand.shape, flat.dtype.itemsize
-            at = flat.offset + place.at * size
-            how = shape, contiguous(shape, size), flat.dtype, at
-            made = DeviceArray(flat.device, flat.buffer, *how)
-        groups[group][int(layer)] = made
-    pairs = [tuple(y) if name in needs else None for name, y in groups.items()]
+    groups: tuple[list[Any], list[Any]] = [None] * len(weights), [None] * len(weights)
+    if flat is not None:
+        shapes = tuple([w.shape for w in weights])
+        others = tuple([None if y is None else y.shape for y in biases])
+        given = frozenset(outs) if outs else _NONE_GIVEN
+        rest, dtype = iter(own), flat.dtype
+        how = shapes, others, tuple(needs), given, dtype.itemsize
+        # (each view is made without a call, as `Program.run` makes results)
+        for group, layer, view in _views(x.shape[-1], *how):
+            if view is None:
+                groups[group][layer] = next(rest)
+                continue
+            groups[group][layer] = made = _NEW(DeviceArray)
+            made.shape, made.strides, at = view
+            made.dtype, made.offset = dtype, flat.offset + at
+            made.device, made.buffer = flat.device, flat.buffer
+    pairs = [tuple(y) if name in needs else None for name, y in zip(_GROUPS, groups, strict=True)]
     return NetworkGradients(d_x, *pairs)
 
 

@@ -347,3 +347,43 @@ def test_threads_whose_calls_wait_together_get_their_own_results(device, monkeyp
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+# --- waiting -----------------------------------------------------------------------------------
+def test_a_device_that_is_asked_gives_what_one_that_is_slept_for_gives(device, monkeypatch):
+    """Guards: an answer that comes while it is asked, one that comes later, none at all."""
+    rng = np.random.default_rng()
+    x = rng.standard_normal((300, 300)).astype(np.float32)
+    here = nf.to_device(x, "webgpu")
+    bias = nf.to_device(x[0], "webgpu")
+    found = []
+    for seconds in (0.0, 1e-9, 60.0):
+        monkeypatch.setattr(device, "asks", seconds)
+        made = nf.matmul_bias_activation(here, here, bias, "none")
+        found.append(nf.to_numpy(made))
+        made = nf.matmul_bias_activation(here, here, bias, "none")
+        nf.synchronize(made)
+        start = time.perf_counter()
+        nf.synchronize(made)  # and there is nothing left to wait for
+        assert time.perf_counter() - start < 30
+        found.append(nf.to_numpy(made))
+    np.testing.assert_allclose(found[0], x @ x + x[0], rtol=1e-3, atol=1e-3)
+    assert all((y == found[0]).all() for y in found)
+
+
+def test_a_wait_ends_when_the_device_has_done_all(device, monkeypatch):
+    monkeypatch.setattr(device, "asks", 60.0)
+    x = nf.to_device(np.ones((600, 600), np.float32), "webgpu")
+    bias = nf.to_device(np.ones(600, np.float32), "webgpu")
+    nf.synchronize(x)
+    for _ in range(2):
+        made = nf.matmul_bias_activation(x, x, bias, "none")
+    nf.synchronize(made)
+    start = time.perf_counter()
+    nf.to_numpy(made)
+    copied = time.perf_counter() - start
+    start = time.perf_counter()
+    for _ in range(2):
+        made = nf.matmul_bias_activation(x, x, bias, "none")
+    nf.to_numpy(made)
+    assert copied < time.perf_counter() - start, "the wait ended before the work did"

@@ -35,6 +35,9 @@ DISPATCH_BYTES = 16 << 20
 #: submit is a few us of each. The device may idle as long, where it has nothing else to do.
 WAITING_SECONDS = 5e-4
 
+#: Seconds for which a device is asked whether it is done before the process sleeps: a large call's.
+ASKING_SECONDS = 2e-3
+
 #: Values of K that an invocation adds up behind one another, as in CUDA: a multiple of every
 #: tile's slices; 0: all of them.
 CHAIN = 256

@@ -6,6 +6,7 @@
 - `memory`: its buffers
 - `submits`: calls that wait for each other, and go to it together
 - `commands`: what a call gives it to do
+- `waits`: how a caller waits for it
 - `trials`: what WGSL leaves open, found by trying
 - `forks`: what a forked process may do with it
 """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
+from numfuse.backends.webgpu.device import waits
 from numfuse.backends.webgpu.device.memory import Binding
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def fetch(
         ]
         device.submit(dispatches, copies)
         try:
-            staging.map_async("READ_NOSYNC", 0, total).sync_wait()
+            waits.settle(device, staging.map_async("READ_NOSYNC", 0, total))
             mapped = np.frombuffer(staging.read_mapped(0, total, copy=False), np.uint8)
             found = []
             for (_, like), size, end in parts:

@@ -14,7 +14,7 @@ import numpy as np
 import wgpu
 
 from numfuse.backends.webgpu import tiling
-from numfuse.backends.webgpu.device import forks, modules, trials
+from numfuse.backends.webgpu.device import forks, modules, trials, waits
 from numfuse.backends.webgpu.device.commands import Commands, Pipeline
 from numfuse.backends.webgpu.device.memory import Binding
 from numfuse.backends.webgpu.device.submits import Submits
@@ -73,6 +73,8 @@ class Device(Submits):
         self.dtypes = frozenset(
             name for name, needs in FEATURES.items() if self.features.issuperset(needs)
         )
+        #: Seconds for which it is asked whether it is done.
+        self.asks = waits.seconds(adapter.kind)
         self.lost = False
         #: By shader; one with a formula goes with the formula.
         self.pipelines: Replay[Pipeline] = Replay(1 << 30, 1 << 30)
@@ -185,6 +187,10 @@ class Device(Submits):
 
     def wait(self) -> None:
         """Until all that was submitted is done."""
+        if self.asks:
+            self.submit()
+            if waits.idle(self):
+                return
         # A read comes after all that is in the queue. (The promise of the queue itself has a
         # callback of the wrong type in wgpu 0.32.)
         Commands(self).submit([(Binding(self.buffer(16), 0, 16), np.empty(16, np.uint8))])
