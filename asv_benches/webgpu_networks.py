@@ -36,11 +36,11 @@ TILED = "2000x4x32", "20000x4x64"
 TILES = {
     64: (
         (64, 64, 8, 8, 8, 8), (128, 64, 8, 8, 8, 8), (64, 64, 4, 8, 8, 8), (64, 64, 8, 4, 8, 4),
-        (128, 64, 8, 4, 8, 4), (64, 64, 4, 4, 8, 4), (32, 64, 4, 8, 8, 8), (32, 64, 4, 4, 8, 4),
+        (128, 64, 8, 4, 8, 4), (64, 64, 4, 4, 8, 4), (32, 64, 4, 8, 8, 8), (32, 64, 2, 8, 8, 8),
     ),
     32: (
         (64, 64, 8, 4, 4, 4), (128, 64, 8, 4, 4, 4), (64, 64, 4, 4, 4, 4), (128, 128, 8, 8, 4, 4),
-        (64, 64, 8, 8, 8, 4), (32, 32, 4, 4, 4, 4), (32, 32, 4, 8, 8, 4),
+        (32, 32, 4, 4, 4, 4), (32, 32, 2, 4, 4, 4), (16, 32, 2, 4, 4, 4),
     ),
 }  # fmt: skip
 GROUPS = 132, 264, 396, 528, 792, 1056
@@ -51,9 +51,9 @@ REPEATS = 5
 def chosen(
     device: Any, width: int, tile: Any = None, groups: int = 0, trusted: bool = True
 ) -> Iterator[None]:
-    """Have networks of a width run by a tile, by so many workgroups, with wgpu's checks or not."""
+    """Have networks run at once: by this tile, so many workgroups, with wgpu's checks or not."""
     before = tiling.NETWORK_TILES[width], tiling.NETWORK_GROUPS, NetworkPass.trusted
-    cpu = tiling.NETWORK_CPU_TILES[width]
+    cpu, rows = tiling.NETWORK_CPU_TILES[width], tiling.NETWORK_ROWS[width]
 
     def use(tiles: Any, cpu_tiles: Any, most: int, free: bool) -> None:
         device.submit()
@@ -64,9 +64,11 @@ def chosen(
 
     own = (tile,) if tile else before[0]
     use(own, (tile,) if tile else cpu, groups or before[1], trusted)
+    tiling.NETWORK_ROWS[width] = None
     try:
         yield
     finally:
+        tiling.NETWORK_ROWS[width] = rows
         use(before[0], cpu, *before[1:])
 
 
@@ -173,6 +175,11 @@ def told(times: dict[str, float]) -> str:
     return f"network {own:7.3f}  all {sum(times.values()):7.3f} ms  ({rest} us)"
 
 
+def width_of(shape: str) -> int:
+    """Return the columns to which a shape's layers are padded."""
+    return 32 if int(shape.split("x")[2]) <= 32 else 64
+
+
 def case(shape: str, activation: str) -> tuple[Any, Any, Any]:
     """Return a case's ways by what they make, a function to wait, and functions that check."""
     points, depth, width = map(int, shape.split("x"))
@@ -205,7 +212,7 @@ def compare(device: Any, watch: Any, shape: str, activation: str, seconds: float
 
 def by_tiles(device: Any, watch: Any, shape: str, seconds: float) -> None:
     """Print a shape's calls with every tile, then the best one's with other workgroups."""
-    width = 32 if int(shape.split("x")[2]) <= 32 else 64
+    width = width_of(shape)
     ways, wait, check = case(shape, "tanh")
     best: dict[str, tuple[float, Any]] = {}
 
@@ -257,7 +264,8 @@ def main() -> None:
             by_tiles(device, watch, shape, args.seconds)
             continue
         for activation in args.activations:
-            compare(device, watch, shape, activation, args.seconds)
+            with chosen(device, width_of(shape)):
+                compare(device, watch, shape, activation, args.seconds)
 
 
 if __name__ == "__main__":

@@ -296,8 +296,8 @@ def test_other_devices_take_a_network_at_once(monkeypatch, submits, poison, limi
 
 #: Tiles of other shapes than the tables have: two teams, tiles of two slices, few rows.
 TILES = {
-    64: [(64, 32, 8, 8, 8, 8), (64, 64, 4, 8, 8, 8), (64, 64, 8, 4, 8, 4), (32, 64, 4, 8, 8, 8)],
-    32: [(128, 64, 8, 4, 4, 4), (64, 64, 4, 4, 4, 4), (32, 32, 4, 4, 4, 4)],
+    64: [(32, 64, 2, 8, 8, 8), (64, 32, 8, 8, 8, 8), (64, 64, 8, 4, 8, 4)],
+    32: [(128, 64, 8, 4, 4, 4), (32, 32, 2, 4, 4, 4)],
 }
 
 
@@ -320,13 +320,33 @@ def test_tiles_of_any_shape_give_one_network(monkeypatch, poison, width):
         same(found[0][0], found[-1][0])
 
 
-def test_a_tile_fits_the_memory_of_its_device():
+def test_a_tile_fits_the_memory_of_its_device(monkeypatch):
     """Guards: weights of 64 x 64 whole where there is room, in slices where 16 KiB are all."""
+    monkeypatch.setattr(tiling, "NETWORK_ROWS", dict.fromkeys(tiling.NETWORK_WIDTHS))
     sizes = 48, 32, 16, 15
-    found = [tiling.network_tile(64, kib << 10, 256, False) for kib in sizes]
+    found = [tiling.network_tile(64, kib << 10, 256, False, 1 << 20) for kib in sizes]
     assert [t and (t.rows, t.slice) for t in found] == [(64, 64), (64, 64), (32, 32), None]
     assert all(t is None or t.nbytes <= kib << 10 for t, kib in zip(found, sizes, strict=True))
-    assert tiling.network_tile(65, 1 << 20, 1024, False) is None
+    assert tiling.network_tile(65, 1 << 20, 1024, False, 1) is None
+
+
+@pytest.mark.parametrize("width", tiling.NETWORK_WIDTHS)
+def test_few_points_have_smaller_tiles(monkeypatch, width):
+    """Guards: enough invocations at work, from the first row to where one tile is the best."""
+    monkeypatch.setattr(tiling, "NETWORK_ROWS", dict.fromkeys(tiling.NETWORK_WIDTHS))
+    found = [tiling.network_tile(width, 32 << 10, 256, False, 4 << i, 4) for i in range(20)]
+    sums = [tile.mr * tile.nr for tile in found]
+    assert sums == sorted(sums) and sums[0] < sums[-1]
+    # and tiles of few rows hold no point of many members
+    assert tiling.network_tile(width, 32 << 10, 256, False, 4, 20).rows == 64
+
+
+def test_a_gpu_takes_so_many_rows_at_once_and_others_by_layers(monkeypatch):
+    for rows, taken in ((1000, True), (1001, False)):
+        monkeypatch.setattr(tiling, "NETWORK_ROWS", {32: None, 64: 1000})
+        assert (tiling.network_tile(64, 32 << 10, 256, False, rows) is not None) == taken
+        assert tiling.network_tile(64, 32 << 10, 256, True, rows) is not None
+        assert tiling.network_tile(32, 32 << 10, 256, False, rows) is not None
 
 
 def test_more_rows_of_a_point_than_half_a_tile_go_layer_by_layer():

@@ -207,14 +207,21 @@ def groups(blocks: int, segments: int, room: int) -> int:
 #: Columns to which the layers of a network are padded: what a 64 x 64 slice of weights in float32
 #: takes, 16 KiB, is the least workgroup memory that a device has.
 NETWORK_WIDTHS = 32, 64
-#: Workgroups of a backward, at the most: four for each of 132 multiprocessors. Each has a plane of
+#: Workgroups of a backward, at the most: six for each of 132 multiprocessors. Each has a plane of
 #: the gradients of all weights, and its points' inputs and sums of every layer, in device memory.
-#: For 4 x 64 in float32 and tiles of 64 rows these are 51 and 130 KiB a workgroup, where workgroup
+#: For 4 x 64 in float32 and tiles of 64 rows these are 51 and 160 KiB a workgroup, where workgroup
 #: memory has 16 to 48: a tile's rows in one layer, and its inputs there or a layer's weights, take
-#: 32 to 34. Sums and inputs are written and read once each: 1 KiB for a row and a layer of 64
-#: columns, where three products take 24,576 flops. To make the inputs again from the sums would
-#: take a quarter less, and each activation once more.
-NETWORK_GROUPS = 528
+#: 32. Sums and inputs are written and read once each: 1 KiB for a row and a layer of 64 columns,
+#: where three products take 24,576 flops. To make the inputs again from the sums would take a
+#: quarter less, and each activation once more.
+NETWORK_GROUPS = 792
+#: Invocations that all tiles of a network have together, where there is a tile for it: eight warps
+#: for each of 132 multiprocessors. With fewer, an invocation has less to do in a smaller tile.
+NETWORK_INVOCATIONS = 132 * 256
+#: By width, the rows (points times members) up to which a GPU takes a network at once; None: any.
+#: Of 64 columns it is kept to what the layers' dispatches, some microseconds each, cannot be faster
+#: with, until both ways are timed on GPUs of several kinds (`asv_benches/webgpu_networks.py`).
+NETWORK_ROWS: dict[int, int | None] = {32: None, 64: 1 << 15}
 
 
 @dataclass(frozen=True)
@@ -252,31 +259,44 @@ class NetworkTile:
         return 4 * self.width * (self.rows + self.slice)
 
 
-def network_tile(widest: int, storage: int, invocations: int, cpu: bool) -> NetworkTile | None:
+def network_tile(
+    widest: int, storage: int, invocations: int, cpu: bool, rows: int, members: int = 1
+) -> NetworkTile | None:
     """Return the tile of a network whose layers have up to so many columns; None: there is none.
 
-    It is the first that the device holds. Of a CPU tiles are small: its compiler takes the longer.
+    It is the first that the device holds, and of which so many `rows` keep a large device busy;
+    else the last. It has two points at the least, so that a third of its rows are idle at the most.
+    Of a CPU tiles are small: its compiler takes the longer.
     """
     width = next((x for x in NETWORK_WIDTHS if widest <= x), 0)
     if not width:
         return None
+    most = None if cpu else NETWORK_ROWS[width]
+    if most is not None and rows > most:
+        return None
+    found = None
     for sizes in (NETWORK_CPU_TILES if cpu else NETWORK_TILES)[width]:
         tile = NetworkTile(width, *sizes)
-        if tile.nbytes <= storage and tile.invocations <= invocations:
-            return tile
-    return None
+        there = tile.nbytes <= storage and tile.invocations <= invocations
+        if tile.slice < width and found is not None:
+            break  # weights in slices are for devices that hold no others
+        if there and 2 * members <= tile.rows:
+            found = tile
+            if cpu or -(-rows // tile.rows) * tile.invocations >= NETWORK_INVOCATIONS:
+                break
+    return found
 
 
 #: By width, the rows of tiles and of slices, and an invocation's rows and columns of a product, and
-#: of a gradient of weights; the first that fits is taken. 8 x 8 sums are 16 reads of four values
-#: for 256 multiply-adds, as those of `TILES`; 32 rows are for 16 KiB. An invocation's rows are
-#: apart by a multiple of eight, there are one or two teams, and two need a slice of whole weights.
-#: (`asv_benches/webgpu_networks.py` times every tile of a list.)
+#: of a gradient of weights; from the most sums an invocation to the fewest. 8 x 8 sums are 16 reads
+#: of four values for 256 multiply-adds, as those of `TILES`; slices of 32 rows of 64 columns are
+#: for 16 KiB. An invocation's rows are apart by a multiple of eight, there are one or two teams,
+#: and two need a slice of whole weights. (`asv_benches/webgpu_networks.py --tiles` times others.)
 NETWORK_TILES = {
-    64: ((64, 64, 8, 8, 8, 8), (32, 32, 4, 8, 8, 8)),
-    32: ((64, 64, 8, 4, 4, 4),),
+    64: ((64, 64, 8, 8, 8, 8), (64, 64, 4, 8, 8, 8), (32, 64, 2, 8, 8, 8), (32, 32, 4, 8, 8, 8)),
+    32: ((64, 64, 8, 4, 4, 4), (64, 64, 4, 4, 4, 4), (32, 32, 2, 4, 4, 4)),
 }
 NETWORK_CPU_TILES = {
     64: ((64, 64, 4, 4, 4, 4), (32, 32, 4, 4, 8, 4)),
-    32: ((64, 64, 4, 4, 4, 4),),
+    32: ((64, 64, 4, 4, 4, 4), (32, 32, 4, 4, 4, 4)),
 }

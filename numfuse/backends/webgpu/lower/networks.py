@@ -97,16 +97,19 @@ def sizes_of(
 ) -> Sizes | None:
     """Return how a device takes a network of these widths; None: layer by layer.
 
-    A tile has two points at the least, so that a third of its rows are idle at the most. Two arrays
-    of a network's dispatch may not lie in one binding as writable, and eight bindings are enough.
+    Two arrays of a network's dispatch may not lie in one binding as writable, and eight bindings
+    are enough.
     """
     limits = device.limits
     invocations = min(
         limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
     )
     storage, cpu = limits["max-compute-workgroup-storage-size"], device.adapter.kind == "CPU"
-    tile = tiling.network_tile(max(widths), storage, invocations, cpu)
-    if tile is None or not count or min(widths) < 1 or 2 * members > tile.rows:
+    if not count or min(widths) < 1:
+        return None
+    how = storage, invocations, cpu, count * members, members
+    tile = tiling.network_tile(max(widths), *how)
+    if tile is None:
         return None
     points = tile.rows // members
     tiles = -(-count // points)

@@ -3,7 +3,7 @@
 fn bring(t: u32, layer: u32, k: u32, from_: u32, row0: u32, first: u32, points: u32) {
     if (layer == 0u) {
         for (var four = 0u; four < (k + 3u) / 4u; four++) {
-            for (var row = t; row < ${OTHER_ROWS}u; row += ${INVOCATIONS}u) {
+            for (var row = t; row < ${BROUGHT}u; row += ${INVOCATIONS}u) {
                 other[row * ${FOURS}u + four] = input(row0 + row, four, k, first, points);
             }
         }

@@ -181,7 +181,8 @@ class NetworkPass(Shader):
         pace = 2 * t.teams
         loops = [("b", "row0", "values"), ("", "values", "end")]
         own: dict[str, Any] = {
-            "BRINGS": t.slice * t.width // 4 // t.invocations,
+            "BRINGS": min(t.slice, t.rows) * t.width // 4 // t.invocations,
+            "BROUGHT": min(t.slice, t.rows),
             "PARTS": -(-t.rows // t.slice),
             "TEAM": t.team,
             "TEAMS": t.teams,
