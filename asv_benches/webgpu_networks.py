@@ -43,6 +43,8 @@ TILES = {
         (32, 32, 4, 4, 4, 4), (32, 32, 2, 4, 4, 4), (16, 32, 2, 4, 4, 4),
     ),
 }  # fmt: skip
+#: With 32 neighbours in eight rows, too: (..., True).
+LANES = 3
 GROUPS = 132, 264, 396, 528, 792, 1056
 REPEATS = 5
 
@@ -52,18 +54,20 @@ def chosen(
     device: Any, width: int, tile: Any = None, groups: int = 0, trusted: bool = True
 ) -> Iterator[None]:
     """Have networks run at once: by this tile, so many workgroups, with wgpu's checks or not."""
-    before = tiling.NETWORK_TILES[width], tiling.NETWORK_GROUPS, NetworkPass.trusted
+    before = tiling.NETWORK_TILES[width], 0, True
+    most = tiling.NETWORK_GROUPS, tiling.NETWORK_FORWARD_GROUPS
     cpu, rows = tiling.NETWORK_CPU_TILES[width], tiling.NETWORK_ROWS[width]
 
-    def use(tiles: Any, cpu_tiles: Any, most: int, free: bool) -> None:
+    def use(tiles: Any, cpu_tiles: Any, own: int, free: bool) -> None:
         device.submit()
         for kept in (device.programs, device.hosted, device.pipelines):
             kept.clear()
         tiling.NETWORK_TILES[width], tiling.NETWORK_CPU_TILES[width] = tiles, cpu_tiles
-        tiling.NETWORK_GROUPS, NetworkPass.trusted = most, free
+        tiling.NETWORK_GROUPS, tiling.NETWORK_FORWARD_GROUPS = (own, own) if own else most
+        NetworkPass.trusted = free
 
     own = (tile,) if tile else before[0]
-    use(own, (tile,) if tile else cpu, groups or before[1], trusted)
+    use(own, (tile,) if tile else cpu, groups, trusted)
     tiling.NETWORK_ROWS[width] = None
     try:
         yield
@@ -232,16 +236,18 @@ def by_tiles(device: Any, watch: Any, shape: str, seconds: float) -> None:
             cost = sum(times.values()) or row
             if trusted and cost < best.get(name, (np.inf,))[0]:
                 best[name] = cost, tile
-            how = f"{tile} {groups or tiling.NETWORK_GROUPS:5}{'' if trusted else ' checked'}"
+            how = f"{tile} {groups or '':5}{'' if trusted else ' checked'}"
             print(f"  {name:20} {how:38} {told(times)}  alone {alone:6.3f} row {row:6.3f} "
                   f"first {first:.1f} s  error {wrong:.0e}", flush=True)  # fmt: skip
 
     for name in ways:
         for i, tile in enumerate(TILES[width]):
             line(name, tile)
+            if i < LANES:
+                line(name, (*tile, True))
             if not i:
                 line(name, tile, trusted=False)
-        if "gradients" in name:
+        if name in best:
             for groups in GROUPS:
                 line(name, best[name][1], groups)
     for name, (cost, tile) in best.items():

@@ -215,6 +215,8 @@ NETWORK_WIDTHS = 32, 64
 #: where three products take 24,576 flops. To make the inputs again from the sums would take a
 #: quarter less, and each activation once more.
 NETWORK_GROUPS = 792
+#: Workgroups of a forward, at the most: each has one tile.
+NETWORK_FORWARD_GROUPS = 1 << 30
 #: Invocations that all tiles of a network have together, where there is a tile for it: eight warps
 #: for each of 132 multiprocessors. With fewer, an invocation has less to do in a smaller tile.
 NETWORK_INVOCATIONS = 132 * 256
@@ -238,6 +240,8 @@ class NetworkTile:
     nr: int
     dm: int
     dn: int
+    #: Whether 32 neighbours have eight rows and four runs of columns; else all of a row's first.
+    lanes: bool = False
 
     @property
     def invocations(self) -> int:

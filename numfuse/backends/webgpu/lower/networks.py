@@ -113,13 +113,14 @@ def sizes_of(
         return None
     points = tile.rows // members
     tiles = -(-count // points)
-    if not backward:
-        return Sizes(tile, points, 1, tiles, tiles, 0, 0)
-    keeps = 2 * (len(widths) - 1) * tile.rows * (tile.width // 4)
-    plane = gradients(widths)[1] // 4
-    most = min(tiling.NETWORK_GROUPS, device.room // (16 * (keeps + plane)))
-    if most < 1:
-        return None
+    keeps = plane = 0
+    most = tiling.NETWORK_FORWARD_GROUPS
+    if backward:
+        keeps = 2 * (len(widths) - 1) * tile.rows * (tile.width // 4)
+        plane = gradients(widths)[1] // 4
+        most = min(tiling.NETWORK_GROUPS, device.room // (16 * (keeps + plane)))
+        if most < 1:
+            return None
     chunk = -(-tiles // most)
     return Sizes(tile, points, chunk, tiles, -(-tiles // chunk), keeps, plane)
 

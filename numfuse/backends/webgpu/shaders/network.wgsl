@@ -97,8 +97,8 @@ fn fetch(t: u32, first: u32, few: bool) {
 
 // The tile times `k` rows of weights, of which the first slice is in `other`, in the tile's place.
 fn multiply(t: u32, weights: u32, k: u32, n: u32, bias: u32, points: u32) {
-    let tx = t % ${ACROSS}u;
-    let ty = t / ${ACROSS}u;
+    let ty = ${PLACE[0]};
+    let tx = ${PLACE[1]};
     let turn = ty & 7u;
     let wide = (n + 3u) / 4u;
     let deep = (k + 3u) / 4u;

@@ -27,8 +27,8 @@ fn add_gradients(
     let rows = select(${MEMBERS * POINTS}u, ${(1 + D) * POINTS}u, layer == 0u);
     if (high > 1u && wide > 1u) {
         let team = t / ${TEAM}u;
-        let dx = t % ${TEAM}u % ${D_ACROSS}u;
-        let dy = t % ${TEAM}u / ${D_ACROSS}u;
+        let dy = ${PLACE[0]};
+        let dx = ${PLACE[1]};
         //$ for i, j in D_SUMS:
         var d${i}_$j = NO;
         //$ end

@@ -186,6 +186,7 @@ class NetworkPass(Shader):
             "PARTS": -(-t.rows // t.slice),
             "TEAM": t.team,
             "TEAMS": t.teams,
+            "PLACE": _lanes(f"(t % {t.team}u)", t.width // t.dm, t.width // t.dn, t.lanes),
             "UNROLLED": 1 if any(x % pace for x in counts) else 2,
             "LOOPS": loops[: min(self.count, 2)],
             "D_DOWN": t.width // t.dm,
@@ -237,6 +238,7 @@ class NetworkPass(Shader):
             "PRODUCTS": [(i, j) for i in range(t.mr) for j in range(t.nr // 4)],
             "ACROSS": t.width // t.nr,
             "DOWN": t.rows // t.mr,
+            "PLACE": _lanes("t", t.rows // t.mr, t.width // t.nr, t.lanes),
             "THIN": thin,
             "IF_ROW": f"if (t < {t.rows}u) {{" if idle else "",
             "END_ROW": "}" if idle else "",
@@ -244,6 +246,19 @@ class NetworkPass(Shader):
         }
         words["GRADIENTS"] = self._gradients(words) if self.backward else ""
         return expand("network.wgsl", words)
+
+
+def _lanes(t: str, down: int, across: int, blocked: bool) -> tuple[str, str]:
+    """Return the place of an invocation `t` among those down a product's rows, and across.
+
+    Blocked, 32 neighbours, which a GPU runs together, read eight fours of one factor and four of
+    the other; a block of eight neighbours reads four and two.
+    """
+    if not blocked or down % 8 or across % 4:
+        return f"{t} / {across}u", f"{t} % {across}u"
+    warp, wide = f"({t} / 32u)", across // 4
+    row = f"{warp} / {wide}u * 8u + (({t} >> 1u) & 7u)"
+    return row, f"{warp} % {wide}u * 4u + (({t} & 1u) | (({t} >> 3u) & 2u))"
 
 
 class _Pass:
