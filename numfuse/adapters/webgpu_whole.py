@@ -19,7 +19,7 @@ from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.lower.networks import Gradient, gradients
 from numfuse.backends.webgpu.network_calls import GRADS, RESULTS, kind_of, problem_of
 from numfuse.backends.webgpu.stores import Store
-from numfuse.backends.webgpu.tiling import NETWORK_WIDTHS
+from numfuse.backends.webgpu.tiling import NETWORK_WIDTHS, network_width
 from numfuse.kept import given_back
 from numfuse.problem.results import NetworkGradients, NetworkJet
 from numfuse.runtime.strided import contiguous
@@ -153,6 +153,9 @@ class Whole:
         of = self._of
         if len(of.x.shape) != 2 or any(len(w.shape) != 2 for w in of.weights):
             return None
+        members = 1 + of.net.directions + of.net.seconds
+        if not _at_once(of.x, of.weights, members):
+            return None
         arrays = {"points": of.x.ghost}
         arrays |= {f"weights_{i}": w.ghost for i, w in enumerate(of.weights)}
         for i, bias in enumerate(of.biases):
@@ -238,6 +241,13 @@ def _fits(x: Any, weights: Any) -> bool:
         return False
     most = NETWORK_WIDTHS[-1]
     return all(type(w) is DeviceArray and w.shape[-1:] <= (most,) for w in weights)
+
+
+def _at_once(x: Any, weights: Any, members: int) -> bool:
+    """Whether a network of matrices goes at once, by its sizes."""
+    widest = max([x.shape[-1], *[w.shape[-1] for w in weights]])
+    cpu = x.device.adapter.kind == "CPU"
+    return network_width(widest, members * x.shape[0], cpu) > 0
 
 
 def _function(f: Any) -> tuple[str, int] | None:
@@ -348,6 +358,8 @@ def perceptron(arrays: Own, again: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         """Return the value, or the gradients that are needed; None: layers run it."""
         if not _fits(x, weights) or (grad is not None and not needs):
+            return None
+        if not weights or not _at_once(x, weights, 1):
             return None
         width = x.shape[-1]
         form = np.zeros((0, width)), np.zeros((0, 0))

@@ -350,6 +350,36 @@ def test_a_gpu_takes_so_many_rows_at_once_and_others_by_layers(monkeypatch):
         assert tiling.network_tile(32, 32 << 10, 256, False, rows) is not None
 
 
+def test_what_a_gpu_has_too_many_rows_of_goes_layer_by_layer(monkeypatch):
+    """Guards: one rule for forwards and backwards, values and jets; what was kept is served."""
+    host = network((2, 40, 1), 20)
+    grads = cotangents(*host)
+    adapter = BACKEND.device.adapter._replace(kind="DiscreteGPU")
+    monkeypatch.setattr(BACKEND.device, "adapter", adapter)
+    for name, of_cpu in (
+        ("NETWORK_TILES", tiling.NETWORK_CPU_TILES),
+        ("TILES", (tiling.CPU_TILE,)),
+    ):
+        monkeypatch.setattr(tiling, name, of_cpu)
+    for results, rows in ((values, 20), (jets, 80)):
+        wanted = results(host, grads, backend="reference")[0]
+        for most in (rows, rows - 1):
+            for kept in (BACKEND.device.hosted, BACKEND.device.programs):
+                kept.clear()
+            monkeypatch.setattr(tiling, "NETWORK_ROWS", {32: None, 64: most})
+            for arrays in ((moved(host), moved(grads)), (host, grads)):
+                how = {"backend": "webgpu"} if arrays[0] is host else {}
+                got, ran = results(*arrays, **how)
+                assert [kernel.startswith("network") for kernel in ran] == [most == rows] * 2
+                close(got, wanted)
+    call = moved(host)
+    found, kept = nf.mlp_jet(*call, second=SECOND, keep=True)
+    made = nf.mlp_jet_bwd(*moved(grads), *call, second=SECOND, kept=kept, needs=EVERY)
+    close([found, made], wanted)
+    BACKEND.device.hosted.clear()
+    BACKEND.device.programs.clear()
+
+
 def test_more_rows_of_a_point_than_half_a_tile_go_layer_by_layer():
     host = network((2, 5, 1), 3)
     how = {"directions": np.ones((40, 2)), "second": np.ones((1, 40))}

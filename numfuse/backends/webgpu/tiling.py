@@ -263,6 +263,13 @@ class NetworkTile:
         return 4 * self.width * (self.rows + self.slice)
 
 
+def network_width(widest: int, rows: int, cpu: bool) -> int:
+    """Return the columns to which a network's layers are padded; 0: it goes layer by layer."""
+    width = next((x for x in NETWORK_WIDTHS if widest <= x), 0)
+    most = None if cpu or not width else NETWORK_ROWS[width]
+    return 0 if most is not None and rows > most else width
+
+
 def network_tile(
     widest: int, storage: int, invocations: int, cpu: bool, rows: int, members: int = 1
 ) -> NetworkTile | None:
@@ -272,11 +279,8 @@ def network_tile(
     else the last. It has two points at the least, so that a third of its rows are idle at the most.
     Of a CPU tiles are small: its compiler takes the longer.
     """
-    width = next((x for x in NETWORK_WIDTHS if widest <= x), 0)
+    width = network_width(widest, rows, cpu)
     if not width:
-        return None
-    most = None if cpu else NETWORK_ROWS[width]
-    if most is not None and rows > most:
         return None
     found = None
     for sizes in (NETWORK_CPU_TILES if cpu else NETWORK_TILES)[width]:
