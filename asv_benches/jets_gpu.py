@@ -102,6 +102,16 @@ def ours_autograd(x: Any, ws: Any, bs: Any, second: Any, loss: Any) -> Run:
     return run
 
 
+def in_parts(run: Run) -> Run:
+    """A call whose float32 products are of three bfloat16 parts each."""
+
+    def split() -> Any:
+        with nf.use_backend("cuda", precision="bf16x6"):
+            return run()
+
+    return split
+
+
 def graphed(run: Run) -> Run:
     """A call as a CUDA graph; a replay returns the arrays of the capture."""
     side = torch.cuda.Stream()
@@ -227,6 +237,46 @@ def jax_laplacian(x: np.ndarray, layers: Any, by_folx: bool) -> Run:
     return lambda: jax.block_until_ready(step(given, points))
 
 
+def forwards(name: str, x: np.ndarray, layers: Any, on: Sequence[Any], args: Any) -> None:
+    """Print the times of a Laplacian without a gradient, beside folx."""
+    import jax
+    import jax.numpy as jnp
+    from folx import forward_laplacian
+
+    points, ws, bs = on
+    second = np.ones((1, x.shape[1]))
+
+    def ours() -> Any:
+        return nf.mlp_jet(points, ws, bs, "tanh", second=second)[2][0, :, 0]
+
+    def network(layers: Any, z: Any) -> Any:
+        for w, b in layers[:-1]:
+            z = jnp.tanh(z @ w + b)
+        return (z @ layers[-1][0] + layers[-1][1])[..., 0]
+
+    def laplacian(layers: Any, z: Any) -> Any:
+        return forward_laplacian(lambda z: network(layers, z), 0)(z).laplacian
+
+    theirs = jax.jit(jax.vmap(laplacian, (None, 0)))
+    given, there = jax.device_put(layers), jax.device_put(x)
+    ours()
+    ours()
+    runs: dict[str, Run] = {"numfuse": ours, "numfuse graphed": graphed(ours)}
+    if x.dtype == np.float32:
+        in_parts(ours)()
+        runs["numfuse bf16x6 graphed"] = graphed(in_parts(ours))
+    runs["folx"] = lambda: jax.block_until_ready(theirs(given, there))
+    exact = np.asarray(runs["folx"]())
+    for way, run in runs.items():
+        found = run()
+        found = found.cpu().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
+        print(f"  {way}: {np.abs(found - exact).max() / np.abs(exact).max():.0e} from folx")
+    medians = timed(runs, args.seconds)
+    told = ", ".join(f"{way} {1e3 * t:.3f} ms" for way, t in medians.items())
+    best = min(t for way, t in medians.items() if "numfuse" in way and "bf16x6" not in way)
+    print(f"{name}, forward: {told}; {medians['folx'] / best:.2f} of folx", flush=True)
+
+
 # --- rows ----------------------------------------------------------------------------------------
 def flat(found: Any) -> np.ndarray:
     """All gradients, weights and then biases, as one vector."""
@@ -240,6 +290,20 @@ def flat(found: Any) -> np.ndarray:
 def by_kind(found: Any) -> Any:
     """JAX's pairs of a layer as weights and biases."""
     return tuple(zip(*found, strict=True))
+
+
+def timed(runs: dict[str, Run], seconds: float) -> dict[str, float]:
+    """Return the median wall time of each way, which take turns."""
+    times: dict[str, list[float]] = {way: [] for way in runs}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["numfuse"]) < 5:
+        for way in random.sample(list(runs), len(runs)):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            runs[way]()
+            torch.cuda.synchronize()
+            times[way].append(time.perf_counter() - start)
+    return {way: statistics.median(t) for way, t in times.items()}
 
 
 def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse.Namespace) -> None:
@@ -267,6 +331,10 @@ def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse
         runs["numfuse fused"] = core = ours(points_on, ws, bs, second, burgers_fused)
         core()
         runs["numfuse graphed"] = graphed(core)
+    if laplacian and dtype == "float32":
+        runs["numfuse bf16x6"] = by_parts = in_parts(core)
+        by_parts()
+        runs["numfuse bf16x6 graphed"] = graphed(by_parts)
     if not (laplacian and sizes[0] > 8):
         runs["torch nested"] = nested(points_on, ws, bs, laplacian)
     if args.compile:
@@ -287,32 +355,25 @@ def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse
             runs[way] = lambda call=call: by_kind(call())
     wide = [y.double() for y in (points_on, *ws, *bs)]
     exact = flat(ours(wide[0], wide[1 : 1 + len(ws)], wide[1 + len(ws) :], second, grads)())
-    errors, times = {}, {way: [] for way in runs}
+    errors = {}
     for way, run in list(runs.items()):
         try:
             found = flat(run())
             run()
         except Exception as error:
             print(f"  {name}, {way}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            del runs[way], times[way]
+            del runs[way]
             continue
         errors[way] = np.abs(found - exact).max() / np.abs(exact).max()
-    end = time.perf_counter() + args.seconds
-    while time.perf_counter() < end or len(times["numfuse"]) < 5:
-        order = list(runs)
-        random.shuffle(order)
-        for way in order:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            runs[way]()
-            torch.cuda.synchronize()
-            times[way].append(time.perf_counter() - start)
-    medians = {way: statistics.median(t) for way, t in times.items()}
+    medians = timed(runs, args.seconds)
     told = ", ".join(f"{way} {1e3 * t:.3f} ms ({errors[way]:.0e})" for way, t in medians.items())
     peers = [t for way, t in medians.items() if not way.startswith("numfuse")]
-    best = min(t for way, t in medians.items() if way.startswith("numfuse"))
+    ways = [way for way in medians if way.startswith("numfuse") and "bf16x6" not in way]
+    best = min(medians[way] for way in ways)
     ratio = f"; {min(peers) / best:.2f} of the best peer's speed" if peers else ""
     print(f"{name}: {told}{ratio}", flush=True)
+    if laplacian and args.folx:
+        forwards(name, x, layers, (points_on, ws, bs), args)
 
 
 def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Sequence[str]) -> None:
@@ -327,14 +388,17 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
     on = [torch.from_numpy(y).cuda() for y in (x, *[w for w, _ in layers], *[b for _, b in layers])]
     points_on, ws, bs = on[0], on[1 : 1 + len(layers)], on[1 + len(layers) :]
     ways: dict[str, Run] = {}
-    kept = tiling.NETWORK_TILES[dtype]
+    kept = tiling.NETWORK_TILES[dtype], tiling.NETWORK_FORWARDS.get(dtype, ())
     for word in ("layers", *words):
         cuda_whole.ENABLED = word != "layers"
         if cuda_whole.ENABLED:
-            made = tuple(map(int, word.split(",")))
-            if made[0] < max(sizes[1:-1]):
+            there, _, back = word.rpartition("/")
+            made = tuple(map(int, back.split(",")))
+            if made[0] < max(sizes[1:-1]) or made[0] > max(sizes[1:-1]) + 32:
                 continue
             tiling.NETWORK_TILES[dtype] = (made,)  # type: ignore[assignment]
+            first = (tuple(map(int, there.split(","))),) if there else ()
+            tiling.NETWORK_FORWARDS[dtype] = first  # type: ignore[assignment]
         networks.sizes_of.cache_clear()
         forget(device(0))
         run = ours(points_on, ws, bs, SECOND, burgers_fused)
@@ -343,7 +407,7 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
             ways[word] = graphed(run)
         except Exception as error:
             print(f"  {name}, {word}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    tiling.NETWORK_TILES[dtype] = kept
+    tiling.NETWORK_TILES[dtype], tiling.NETWORK_FORWARDS[dtype] = kept
     times: dict[str, list[float]] = {way: [] for way in ways}
     exact = flat(ways["layers"]())
     for way, run in ways.items():
@@ -368,7 +432,9 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-jax", dest="jax", action="store_false")
     parser.add_argument("--folx", action="store_true")
-    parser.add_argument("--tiles", nargs="+", metavar="COLUMNS,OF_A_THREAD,THREADS,BLOCKS")
+    parser.add_argument(
+        "--tiles", nargs="+", metavar="[FORWARD/]COLUMNS,OF_A_THREAD,THREADS,BLOCKS"
+    )
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     print(torch.cuda.get_device_name())

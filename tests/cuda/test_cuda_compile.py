@@ -444,8 +444,9 @@ CASES = [
         Case(f"network {dtype} {width}, {'backward' if backward else 'forward'}, {saved:d}",
              network(dtype, (2, *[width] * layers, 1), backward, saved), HOPPER,
              ("mma.sync.aligned.m16n8k8.row.col.f64",) if dtype == "float64" else ("fma.rn.f32",))
-        for dtype, width, layers in (("float32", 64, 4), ("float64", 64, 4), ("float32", 128, 5))
-        for backward, saved in ((False, False), (True, width == 128))
+        for dtype, width, layers in (("float32", 64, 4), ("float32", 96, 3), ("float64", 64, 4),
+                                     ("float32", 128, 5))
+        for backward, saved in ((False, False), (True, width > 64))
     ],
     *[
         Case(f"network's value {dtype} {width}, {'backward' if backward else 'forward'}",

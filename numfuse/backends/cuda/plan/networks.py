@@ -120,7 +120,9 @@ class Sizes:
         return self.squares + self.slots * self.tile.width
 
 
-def _tiles(info: DeviceInfo, real: str, widest: int) -> list[tuple[Tile, int, int, int, bool]]:
+def _tiles(
+    info: DeviceInfo, real: str, widest: int, back: bool
+) -> list[tuple[Tile, int, int, int, bool]]:
     """Return tiles with their threads, resident blocks, and points at once; the best one first."""
     if not info.capability[0]:
         width = tiling.round_up(max(widest, 8), 4)
@@ -129,7 +131,11 @@ def _tiles(info: DeviceInfo, real: str, widest: int) -> list[tuple[Tile, int, in
     few = 4 if real == "float32" else 2
     table = tiling.NETWORK_TILES if info.capability >= (9, 0) else tiling.NETWORK_OLDER
     found = []
-    for width, nr, threads, resident in table[real]:
+    rows = table[real]
+    if table is tiling.NETWORK_TILES and not back:
+        own = {row[0]: row for row in tiling.NETWORK_FORWARDS.get(real, ())}
+        rows = tuple([own.get(row[0], row) for row in rows])
+    for width, nr, threads, resident in rows:
         if widest <= width:
             tensor = real == "float64" and info.capability >= (9, 0)
             pitch = width + (4 if tensor else few)
@@ -151,7 +157,7 @@ def sizes_of(
         return None
     if widths[-1] > min(max(widths[1:-1]), 8):
         return None
-    for tile, threads, resident, at_once, lanes in _tiles(info, real, max(widths[1:-1])):
+    for tile, threads, resident, at_once, lanes in _tiles(info, real, max(widths[1:-1]), back):
         rows = threads // tile.across * tile.mr
         step = threads // tile.width * at_once
         points = rows // members // step * step
