@@ -43,6 +43,8 @@ class Kind:
     #: (call, its program, number of the device) where `keep` was given such operands before, or
     #: Nones; None: this kind has no shorter way than a glance.
     recall: Any = None
+    #: What lets `recall` find a call: from what is asked, operands, the call and a device's number.
+    keep: Any = None
     #: From a device's number to the caller's current stream; None: it is the default one.
     stream: Any = None
     #: Whether a graph may be being captured; None: the driver has to be asked.
