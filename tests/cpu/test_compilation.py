@@ -25,9 +25,12 @@ needs_timers = pytest.mark.skipif(
 )
 
 PRELUDE = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading, time, warnings
 import numpy as np
 import numfuse as nf
+
+# What Python says from 3.12 on of every fork beside a thread is what is tested here.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 x = np.linspace(-3, 3, 12).reshape(3, 4)
 def gate(name="silu"):
