@@ -84,9 +84,15 @@ class Chain:
             return tuple(map(self.rounded, x))
         return x if x is None or self.net is None else rounded(x, self.net.dtype)
 
-    def at_once(self, grad: Any, needs: Sequence[str], out: Any = None) -> Any:
-        """Return what an adapter makes of all layers at once; None where it does not."""
+    def at_once(self, grad: Any, needs: Sequence[str], out: Any = None, keep: bool = False) -> Any:
+        """Return what an adapter makes of all layers at once; None where it does not.
+
+        It keeps nothing: where that is asked for, its backward must be one, too.
+        """
         serve = getattr(self.adapter, "perceptron_at_once", None)
+        whole = getattr(self.adapter, "perceptron_is_whole", None) if keep else None
+        if whole is not None and not whole(self.x, *self.given):
+            return None
         return None if serve is None else serve(grad, self.x, *self.given, needs, out)
 
     def again(

@@ -74,7 +74,8 @@ def mlp(
     -----
     On the CPU a network whose layers are at most 256 wide is one launch, in which blocks of points
     pass all layers in the caches of a core; on WebGPU one of at most 64 in float32 or float16 is
-    one dispatch. Else the layers are calls of
+    one dispatch; on CUDA one of at most 128 in float32, 64 in float64 and 256 in float16 or
+    bfloat16 may be one launch, whose backward makes the forward again. Else the layers are calls of
     :func:`matmul_bias_activation`: of NumPy's half types in float32, and rounded once; of other
     arrays in their own dtype.
 
@@ -97,7 +98,7 @@ def mlp(
     if net is None:
 
         def layers() -> Any:
-            made = call.at_once(None, (), out)
+            made = call.at_once(None, (), out, keep)
             if made is not None:
                 return (made, Kept()) if keep else made
             made = call.run(kept, out)

@@ -173,6 +173,9 @@ class Builder:
     def and_(self, a: Any, b: Any) -> Value:
         return self._made(f"{plain(a)} & {plain(b)}", a.type)
 
+    def icmp_signed(self, what: str, a: Any, b: Any) -> Value:
+        return self._made(f"{plain(a)} {what} {plain(b)}", ir.IntType(1))
+
     def fcmp_unordered(self, what: str, a: Any, b: Any) -> Value:
         assert what == "uno"
         return self._made(f"bool(isnan({plain(a)}) or isnan({plain(b)}))", ir.IntType(1))
@@ -430,6 +433,8 @@ class Machine:
     def _together(self, what: str, values: list[Any]) -> list[Any]:
         if what == "warp":
             return values
+        if what == "shuffle":
+            return [values[lane ^ int(mask)][0] for lane, (_, mask) in enumerate(values)]
         if what.startswith("ldmatrix"):
             return self._matrices(values, what.endswith("trans"))
         if ".f64" in what:
@@ -497,6 +502,8 @@ def _emits(value: Any, kinds: tuple[Any, ...], empty: tuple[bool, ...]) -> Calla
         values.append(None if none else Value(name, LLVM.get(kind)))
         if isinstance(kind, types.Integer):
             builder.lines.append(f"{name} = signed({name}, {kind.bitwidth})")
+        elif kind == types.boolean:
+            builder.lines.append(f"{name} = bool({name})")
         elif kind in LLVM:
             builder.lines.append(f"{name} = {builder.bound(_Real(kind))}({name})")
     result = codegen(Context(), builder, signature, values)
@@ -585,6 +592,8 @@ def _kind(value: Any) -> Any:
         return types.float32 if value.dtype == np.float32 else types.float64
     if isinstance(value, Int32):
         return types.int32
+    if isinstance(value, (bool, np.bool_)):
+        return types.boolean
     return types.IntegerLiteral(value) if 0 <= value < 100 else types.int64
 
 
@@ -626,6 +635,11 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
         return lambda m, a: m.write("global", a[0], words(a[1:]))
     if text.startswith("mma"):
         return lambda m, a: m.wait(name, a)
+    if "@p st.global" in text:
+        one = encoder(ir.FloatType() if ".f32" in text else ir.IntType(16))
+        return lambda m, a: m.write("global", a[0], one(a[1])) if a[2] else None
+    if text.startswith("shfl.sync.bfly"):
+        return lambda m, a: m.wait("shuffle", a)
     raise NotImplementedError(text)
 
 
@@ -637,8 +651,15 @@ _PURE: dict[str, Callable[[Machine, list[Any]], Any]] = {
     "mov.b32": lambda m, a: a[0],
     "cvta.to.shared.u64": lambda m, a: a[0],
     "cvt.rn.bf16.f32": lambda m, a: int(np.float32(a[0]).astype(ml_dtypes.bfloat16).view("i2")),
+    "cvt.rn.bf16x2.f32": lambda m, a: _packed(a, ml_dtypes.bfloat16),
+    "cvt.rn.f16x2.f32": lambda m, a: _packed(a, np.float16),
     "mapa.shared::cluster.u32": lambda m, a: a[1] << 24 | a[0],  # the window of a rank
 }
+
+
+def _packed(values: list[Any], kind: Any) -> int:
+    """Return two float32, rounded to 16 bits, as one word, the first in its low half."""
+    return int(np.array(values, np.float32).astype(kind).view(np.int32)[0])
 
 
 def _mma_double(text: str, values: list[Any]) -> list[Any]:

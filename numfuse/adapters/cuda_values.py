@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from numfuse.adapters.signatures import Signature
 from numfuse.adapters.stacks import Array, Arrays
 from numfuse.backends.cuda.call.entry import run
 from numfuse.backends.cuda.driver.devices import device
+from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES, HalfSizes, half_sizes_of
 from numfuse.backends.cuda.plan.networks import Sizes, sizes_of
 from numfuse.backends.cuda.plan.product import DeviceInfo
 from numfuse.errors import BackendUnavailable
@@ -140,8 +142,26 @@ def _hidden(activation: Any, final: Any, count: int) -> Activation | None:
 
 
 @functools.lru_cache(maxsize=512)
-def _sizes(info: DeviceInfo, dtype: str, widths: tuple[int, ...], backward: bool) -> Sizes | None:
+def _sizes(
+    info: DeviceInfo, dtype: str, widths: tuple[int, ...], backward: bool
+) -> Sizes | HalfSizes | None:
+    if dtype in HALF_DTYPES:
+        return half_sizes_of(info, dtype, widths, backward)
     return sizes_of(info, dtype, widths, 0, 0, backward)
+
+
+def half_gradients(
+    flat: Array, s: HalfSizes, biases: Sequence[Array | None]
+) -> tuple[list[Array], list[Array | None]]:
+    """Return the gradients by weights and biases: parts of the flat array."""
+    to, bias_to = s.ends
+    pairs = pairwise(s.widths)
+    d_weights = [flat[at : at + k * n].reshape(k, n) for at, (k, n) in zip(to, pairs, strict=True)]
+    d_biases = [
+        None if bias is None else flat[at : at + n].reshape(tuple(bias.shape))
+        for at, n, bias in zip(bias_to, s.widths[1:], biases, strict=True)
+    ]
+    return d_weights, d_biases
 
 
 def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., Any], ...]:
@@ -203,12 +223,16 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
             arrays.copy(y, target)
             return target
 
-        groups = cuda_whole.gradients(flat, sizes, own, compact)
+        if isinstance(sizes, HalfSizes):
+            groups: Any = half_gradients(flat, sizes, own)
+        else:
+            groups = cuda_whole.gradients(flat, sizes, own, compact)
         pairs = zip(("weights", "biases"), groups, strict=True)
         return NetworkGradients(d_x, *[tuple(y) if name in needs else None for name, y in pairs])
 
     def is_whole(x: Any, weights: Any, biases: Any, how: tuple[Any, ...]) -> bool:
         """Return whether one kernel makes the value, and one the gradients."""
+        biases = (None,) * len(weights) if biases is None else biases
         return all(served(x, weights, biases, how, y) is not None for y in (False, True))
 
     return at_once, is_whole

@@ -32,6 +32,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES
 from numfuse.language.curves import leaf
 from numfuse.problem.networks import NetworkProblem
 from numfuse.runtime.strided import contiguous
+from numfuse.runtime.views import dtype_of
 
 try:
     from cuda_devices import ADA, AMPERE, HOPPER, TURING
@@ -181,12 +182,12 @@ def jet(info, dtype, backward, seconds=2, n=1024, apart=0):
     return jets.launch(info, made, acc, operands, steps, 4096, sizes, is_short(acc, dtype))[0]
 
 
-def network(dtype, widths, backward, saved=False, jet=True):
+def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER):
     """A network's jet of two directions and one second derivative, or its value.
 
     A backward of the value makes the gradient by the points, too.
     """
-    itemsize, points = np.dtype(dtype).itemsize, 20000
+    itemsize, points = networks.ITEMSIZES[dtype], 20000
     shapes = {"points": (points, widths[0]), "flat": (1 << 20,)}
     for i, pair in enumerate(itertools.pairwise(widths)):
         shapes |= {f"weights_{i}": pair, f"biases_{i}": pair[1:]}
@@ -199,7 +200,7 @@ def network(dtype, widths, backward, saved=False, jet=True):
 
     made = []
     recorder = SimpleNamespace(
-        device=SimpleNamespace(info=HOPPER), constant=lambda x: 4096, fresh=view,
+        device=SimpleNamespace(info=info), constant=lambda x: 4096, fresh=view,
         launches=lambda launches, at, work=0: made.extend(launches),
     )  # fmt: skip
     every = (ACT["tanh"],) * (len(widths) - 2) + (ACT["none"],)
@@ -207,7 +208,7 @@ def network(dtype, widths, backward, saved=False, jet=True):
     if not jet:
         form = np.zeros((0, widths[0])), None, b"", 0
         shapes |= {"u": shapes[ends[0]], "d_points": shapes["points"]}
-    how = every, widths, points, np.dtype(dtype), *form
+    how = every, widths, points, dtype_of(dtype), *form
     kept = jet and not backward, saved
     arrays = {} if jet or not backward else {"d_points": None}
     problem = NetworkProblem(*how, True, backward, *kept, arrays, ())
@@ -455,6 +456,21 @@ CASES = [
         for dtype, width, layers in (("float32", 64, 4), ("float64", 64, 4), ("float32", 128, 3))
         for backward in (False, True)
     ],
+    *[
+        Case(f"network's value {dtype} {widths}, {'backward' if backward else 'forward'}, {where}",
+             network(dtype, widths, backward, jet=False, info=info), info,
+             (f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", "ldmatrix"))
+        for dtype, kind, widths, info, where in (
+            ("bfloat16", "bf16", (64, 64, 64, 64, 64), HOPPER, "H200"),
+            ("float16", "f16", (3, 64, 64, 64, 1), HOPPER, "H200"),
+            ("float16", "f16", (64, 64, 64, 64), AMPERE, "A100"),
+            ("bfloat16", "bf16", (32, 32, 32, 32), ADA, "RTX 4090"),
+        )
+        for backward in (False, True)
+    ],
+    Case("network's value bfloat16 128, forward",
+         network("bfloat16", (64, 128, 128, 128, 64), False, jet=False), HOPPER,
+         ("mma.sync.aligned.m16n8k16", "ld.global.v4")),
     # no instruction rounds to bfloat16 there, and passes by 16 bytes have no other way
     Case("gate backward bf16, T4", (gate(TURING, "bfloat16", "silu", backward=True),), TURING),
     Case("rows bf16, T4", (by_rows(TURING, "bfloat16", True),), TURING),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
-from conftest import unavailable
+from conftest import SIMULATED, unavailable
 from on_device import poisoned
 
 import numfuse as nf
@@ -22,6 +23,7 @@ if not status:
 from numfuse.backends.cuda.call.record import REPLAY  # noqa: E402
 
 F64, F32 = np.dtype(np.float64), np.dtype(np.float32)
+HALVES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 EVERY = ("x", "weights", "biases")
 
 
@@ -197,3 +199,40 @@ def test_operands_that_do_not_fit_are_refused_as_by_layers():
     case.weights[1] = case.weights[1][:3]
     with pytest.raises(ValueError, match="K"):
         case.forward(True)
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no tensor cores")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("points", [5, 4099])
+@pytest.mark.parametrize(
+    "widths",
+    [(64, 64, 64, 64), (3, 64, 64, 64, 64, 1), (20, 17, 33, 3), (32, 128, 16), (96, 32, 32)],
+)
+@pytest.mark.parametrize("activation", ["tanh", "silu", "relu"])
+def test_networks_in_16_bits_are_those_of_float64_to_the_roundings_of_layers(
+    activation, widths, points, dtype
+):
+    """`test_cuda_half_networks` has the bounds; here each result is held to its whole size."""
+    case = Case(widths, points, HALVES[dtype], activation=activation)
+    found, made = case.forward(True), case.backward(True)
+    assert "network" in nf.last_call().kernel
+    exact = Case(widths, points, F64, activation=activation)
+    for name in ("x", "grad", "weights", "biases"):
+        y = getattr(case, name)
+        wide = [x.astype(float) for x in y] if isinstance(y, list) else y.astype(float)
+        setattr(exact, name, wide)
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    wanted = [exact.forward(False), *exact.backward(False)]
+    for x, y in zip([found, *made], wanted, strict=True):
+        error = np.linalg.norm(nf.to_numpy(x).astype(float) - y)
+        assert error <= 2 * len(widths) * unit * np.linalg.norm(y)
+    for x, y in zip(made, case.backward(True), strict=True):
+        assert (nf.to_numpy(x).view("i2") == nf.to_numpy(y).view("i2")).all()
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no tensor cores")
+def test_a_forward_whose_backward_goes_by_layers_keeps_what_that_takes():
+    case = Case((128,) * 5, 40, HALVES["bfloat16"])
+    assert "network" in (case.forward(True), nf.last_call().kernel)[1]
+    _, kept = case.forward(True, keep=True)
+    assert kept.inputs and "network" not in nf.last_call().kernel

@@ -30,7 +30,12 @@ from numfuse.adapters.torch.jets import network
 from numfuse.adapters.torch.kept import recompute
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.perceptrons import perceptron, perceptron_at_once, repeated
+from numfuse.adapters.torch.perceptrons import (
+    perceptron,
+    perceptron_at_once,
+    perceptron_is_whole,
+    repeated,
+)
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
@@ -49,6 +54,7 @@ __all__ = [
     "network",
     "perceptron",
     "perceptron_at_once",
+    "perceptron_is_whole",
     "repeated",
     "recompute",
     "synchronize",

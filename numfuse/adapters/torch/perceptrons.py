@@ -69,6 +69,15 @@ def perceptron_at_once(
     return _serve(grad, x, weights, biases, how, needs, out)
 
 
+def perceptron_is_whole(x: Any, weights: Any, biases: Any, how: tuple[Any, ...]) -> bool:
+    """Return whether one kernel makes the value of such tensors, and one the gradients."""
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
+        return False
+    groups = [None if y is None else _detached(y) for y in (weights, biases)]
+    found: bool = on_cuda().perceptron_is_whole(own_values(x), *groups, how)
+    return found
+
+
 def repeated(
     chain: Chain, others: Iterable[Any], options: tuple[Any, ...], long: Callable[[], Any]
 ) -> Any:
@@ -99,7 +108,7 @@ def _on_device(chain: Chain) -> Tensor | None:
     there = [y for y in (chain.x, *weights, *biases) if y is not None]
     if any(y.dtype != chain.x.dtype or y.device != chain.x.device for y in there):
         return None
-    if not on_cuda().perceptron_is_whole(chain.x.detach(), *_groups(call, weights, biases)):
+    if not perceptron_is_whole(chain.x, *_groups(call, weights, biases)):
         return None
     made: Tensor = _apply_on_device(chain.x, *weights, *biases, call)
     return made

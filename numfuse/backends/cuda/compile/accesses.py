@@ -28,7 +28,7 @@ from numfuse.backends.cuda.compile.toolchain import ir
 
 # --- loads and stores of LLVM ---------------------------------------------------------------------
 #: {name of an LLVM type: bytes}
-SIZES = {str(kind): size for kind, size in FORMATS.values()}
+SIZES = {str(kind): size for kind, size in FORMATS.values()} | {str(I32): 4}
 
 
 def _vector_pointer(

@@ -1,8 +1,9 @@
-"""A whole network's jet as one launch, and its gradients as one and two joins.
+"""A whole network's jet, or its value, as one launch, and its gradients as one and two joins.
 
 It applies to hidden layers of one activation and up to 128 columns, a last layer that is a product
 alone with few columns, and up to 8 members of a point; float32 or float64. A block keeps two tiles
-of rows and the weights of one layer in shared memory, so the device must have that.
+of rows and the weights of one layer in shared memory, so the device must have that. Values in 16
+bits have kernels of their own (`half_networks`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from numfuse.backends.cuda.kernels.network import (
 from numfuse.backends.cuda.kernels.network_backward import BACKWARD, Rows, backward
 from numfuse.backends.cuda.kernels.network_rows import row
 from numfuse.backends.cuda.kernels.network_tiles import Tile
+from numfuse.backends.cuda.plan.half_networks import half_network
+from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES
 from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import ITEMSIZES, DeviceInfo, Launch, Operand, Slot
 from numfuse.problem.operands import format_of
@@ -265,6 +268,9 @@ def _wide(s: Sizes, inner: list[View]) -> str:
 def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     """Record a network's jet, or the gradients of one."""
     real, info = format_of(p.dtype), rec.device.info
+    if real in HALF_DTYPES:
+        half_network(rec, p, bind)
+        return
     s = sizes_of(info, real, p.widths, p.directions, p.seconds, p.backward)
     assert s is not None and p.count
     itemsize = ITEMSIZES[real]

@@ -1,0 +1,225 @@
+"""A whole network in float16 or bfloat16 as one launch: a warp takes rows through all layers.
+
+The weights of all layers lie in a block's shared memory as long as it stays, and what goes from a
+layer to the next is in the registers of the warp that has the rows (`network_fragments`): warps
+wait for nobody. Sums, biases and activations are float32; between layers a value has 16 bits.
+
+The columns of x and of the result are numbered so that a lane's values are neighbours in memory: of
+8 PAIRS columns it has 2 PAIRS together (`column_of`). The first layer's rows of weights, and the
+last one's columns, lie in that order.
+"""
+
+# A kernel has no annotations but records, and its UPPER-case names are bound by the plan.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from numfuse.backends.cuda.compile.intrinsics import least, quotient
+from numfuse.backends.cuda.compile.scalars import both, select
+from numfuse.backends.cuda.compile.schema import Schema
+from numfuse.backends.cuda.compile.toolchain import cuda
+from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.network import Layers, layer_of
+from numfuse.backends.cuda.kernels.network_backward import Rows
+from numfuse.backends.cuda.kernels.network_fragments import (
+    peek_reals,
+    place_of_rows,
+    poke_real,
+    word_if,
+)
+from numfuse.backends.cuda.kernels.network_passes import width_of
+
+
+def column_of(place, pairs):
+    """Return the column of x, or of the result, that a place among its columns stands for.
+
+    With one pair it is the place.
+    """
+    group = place // (8 * pairs)
+    inner = place - group * (8 * pairs)
+    return group * (8 * pairs) + ((inner & 7) >> 1) * (2 * pairs) + (inner >> 3) * 2 + (inner & 1)
+
+
+# --- what a block keeps in shared memory ----------------------------------------------------------
+def bring(to, t, layer, held, shape, padded, turned):
+    """Bring a layer's weights and bias to shared memory: `shape` of `padded`, with 0 around them.
+
+    Neighbouring threads read neighbours in memory: of a row, or where `turned` is 1 of a column.
+    """
+    weights, row, column, bias, step = layer
+    rows, columns, in_pairs, out_pairs = shape
+    down, across, bias_to = padded
+    along = across + (down - across) * turned
+    for first in range(t, down * across, THREADS * HELD):
+        for v in unrolled(HELD):
+            i = least(first + v * THREADS, down * across - 1)
+            far = quotient(i, along)
+            near = i - far * along
+            p = far + (near - far) * turned
+            q = near + (far - near) * turned
+            k, n = column_of(p, in_pairs), column_of(q, out_pairs)
+            value = LOAD(weights, least(k, rows - 1) * row + least(n, columns - 1) * column)
+            held[v] = select(both(k < rows, n < columns), value, ZERO)
+        for v in unrolled(HELD):
+            i = least(first + v * THREADS, down * across - 1)
+            far = quotient(i, along)
+            near = i - far * along
+            p = far + (near - far) * turned
+            q = near + (far - near) * turned
+            POKE_HALF(to + (p * (across + 8) + q) * 2, held[v])
+    for q in range(t, across, THREADS):
+        n = column_of(q, out_pairs)
+        value = ZERO
+        if bias != 0 and n < columns:
+            value = LOAD(bias, n * step)
+        poke_real(bias_to + q * 4, value)
+
+
+def prepare(memory, t, layers: Layers, held):
+    """Bring the weights and biases of all layers to shared memory."""
+    for i in unrolled(COUNT):
+        shape = WIDTHS[i], WIDTHS[i + 1], SPREAD[i], SPREAD[i + 1]
+        padded = DOWN[i], ACROSS[i], memory + BIAS_AT[i]
+        layer = layer_of(layers, i)
+        bring(memory + WEIGHTS_AT[i], t, layer, held, shape, padded, TURNED[i])
+
+
+# --- rows of x and of the result ------------------------------------------------------------------
+# What follows is bound once for x and once for the result (SIDE): see `plan.half_networks`.
+def fetch(found, lane, x: Rows, first, count):
+    """Bring a warp's rows, from `first` on, to its registers; 0 behind the last of `count` rows.
+
+    What is not there is read as its neighbour, and not used: there is no branch.
+    """
+    for i in unrolled(PIECES):
+        for r in unrolled(2):
+            row = first + (16 * i + 8 * r) + (lane >> 2)
+            there = row < count
+            begin = x.address + least(row, count - 1) * (x.row * 2)
+            for group in unrolled(SIDE_WIDTH // (8 * SIDE_PAIRS)):
+                column = group * (8 * SIDE_PAIRS) + (lane & 3) * (2 * SIDE_PAIRS)
+                if WIDE:
+                    words = LOAD_WORDS(begin + column * 2)
+                for j in unrolled(SIDE_PAIRS):
+                    PLACE = SIDE_PAIRS * group + j
+                    AT = (i * (SIDE_WIDTH // 16) + PLACE // 2) * 4 + PLACE % 2 * 2 + r
+                    if WIDE:
+                        found[AT] = word_if(there, words[j])
+                    else:
+                        n = column + 2 * j
+                        low = LOAD(begin, least(n, SIDE_COLUMNS - 1) * x.column)
+                        high = LOAD(begin, least(n + 1, SIDE_COLUMNS - 1) * x.column)
+                        low = select(n < SIDE_COLUMNS, low, ZERO)
+                        high = select(n + 1 < SIDE_COLUMNS, high, ZERO)
+                        found[AT] = word_if(there, PACK(low, high))
+
+
+def put(words, lane, out: Rows, first, count, column):
+    """Write the neighbours of 8 SIDE_PAIRS columns that a lane has, from `column` on."""
+    for i in unrolled(PIECES):
+        for r in unrolled(2):
+            row = first + (16 * i + 8 * r) + (lane >> 2)
+            begin = out.address + row * (out.row * 2)
+            if WIDE:
+                if row < count:
+                    STORE_WORDS(begin + column * 2, words, (i * 2 + r) * SIDE_PAIRS)
+            else:
+                for j in unrolled(SIDE_PAIRS):
+                    word = words[(i * 2 + r) * SIDE_PAIRS + j]
+                    n = column + 2 * j
+                    at = begin + n * (out.column * 2)
+                    STORE_LOW(at, word, both(row < count, n < SIDE_COLUMNS))
+                    at = at + out.column * 2
+                    STORE_HIGH(at, word, both(row < count, n + 1 < SIDE_COLUMNS))
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+def start(sums, at):
+    """Let the sums of 16 columns begin with their biases, of which a lane's first is `at`."""
+    for h in unrolled(2):
+        bias = peek_reals(at + h * 32)
+        for i in unrolled(PIECES):
+            for r in unrolled(2):
+                for b in unrolled(2):
+                    sums[(i * 2 + h) * 4 + 2 * r + b] = bias[b]
+
+
+def inside(value, near, width, place):
+    """Return a value, 0 behind the columns of a layer; `near` is this lane's first one."""
+    if FULL:
+        return value
+    return select(near + place < width, value, ZERO)
+
+
+def hidden(sums, given, left, made, weights, bias, near, width, first):
+    """Make what a hidden layer gives: of x where it is the first, else of what the last one gave.
+
+    `weights` and `bias` are where this lane reads them.
+    """
+    for j in unrolled(WIDTH // 16):
+        start(sums, bias + j * 64)
+        if first:
+            MULTIPLY_FIRST(sums, given, weights + j * 32)
+        else:
+            MULTIPLY(sums, left, weights + j * 32)
+        for i in unrolled(PIECES):
+            for h in unrolled(2):
+                for r in unrolled(2):
+                    AT = (i * 2 + h) * 4 + 2 * r
+                    low = inside(ACTIVATE(sums[AT]), near, width, 16 * j + 8 * h)
+                    high = inside(ACTIVATE(sums[AT + 1]), near, width, 16 * j + 8 * h + 1)
+                    made[(i * (WIDTH // 16) + j) * 4 + 2 * h + r] = PACK(low, high)
+
+
+def write_results(sums, left, words, lane, weights, bias, out: Rows, first, count):
+    """Write the results of a warp's rows: the last layer is a product alone."""
+    for group in unrolled(OUT_WIDTH // (8 * OUT_PAIRS)):
+        for pair in unrolled(OUT_PAIRS // 2):
+            PLACE = group * (OUT_PAIRS // 2) + pair
+            start(sums, bias + PLACE * 64)
+            MULTIPLY_LAST(sums, left, weights + PLACE * 32)
+            for i in unrolled(PIECES):
+                for h in unrolled(2):
+                    for r in unrolled(2):
+                        AT = (i * 2 + h) * 4 + 2 * r
+                        word = PACK(sums[AT], sums[AT + 1])
+                        words[(i * 2 + r) * OUT_PAIRS + 2 * pair + h] = word
+        column = group * (8 * OUT_PAIRS) + (lane & 3) * (2 * OUT_PAIRS)
+        PUT_RESULTS(words, lane, out, first, count, column)
+
+
+def forward(x: Rows, layers: Layers, out: Rows, count):
+    """Write the results of a network; a warp takes every so many rows."""
+    memory = WINDOW(cuda.shared.array(0, dtype=REAL))
+    held = cuda.local.array(HELD, REAL)
+    sums = cuda.local.array(PIECES * 8, REAL)
+    given = cuda.local.array(PIECES * (IN_WIDTH // 4), WORD)
+    left = cuda.local.array(PIECES * (WIDTH // 4), WORD)
+    made = cuda.local.array(PIECES * (WIDTH // 4), WORD)
+    words = cuda.local.array(PIECES * 2 * OUT_PAIRS, WORD)
+    t = cuda.threadIdx.x
+    lane = t & 31
+    prepare(memory, t, layers, held)
+    BARRIER()
+    head = memory + WEIGHTS_AT[0] + place_of_rows(lane, WIDTH + 8)
+    inner = memory + WEIGHTS_AT[1] + place_of_rows(lane, WIDTH + 8)
+    tail = memory + WEIGHTS_AT[COUNT - 1] + place_of_rows(lane, OUT_WIDTH + 8)
+    near = (lane & 3) * 2
+    bias = memory + BIAS_AT[0] + near * 4
+    first = (cuda.grid(1) >> 5) * (16 * PIECES)
+    while first < count:
+        FETCH_POINTS(given, lane, x, first, count)
+        hidden(sums, given, left, made, head, bias, near, width_of(0), True)
+        for layer in range(1, COUNT - 1):
+            for i in unrolled(PIECES * (WIDTH // 4)):
+                left[i] = made[i]
+            at = (layer - 1) * (WIDTH * (WIDTH + 8) * 2)
+            to = bias + layer * (WIDTH * 4)
+            hidden(sums, given, left, made, inner + at, to, near, width_of(layer), False)
+        last = bias + (COUNT - 1) * (WIDTH * 4)
+        write_results(sums, made, words, lane, tail, last, out, first, count)
+        first += (cuda.gridsize(1) >> 5) * (16 * PIECES)
+
+
+#: Strides are in elements.
+HALF_FORWARD = Schema(forward)
