@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from importlib.util import find_spec
 from math import prod
@@ -97,7 +97,7 @@ def webgpu_device() -> Any:
 
 
 @pytest.fixture
-def submits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def submits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     """The labels of what WebGPU dispatched, call by call, of which none waits."""
     from numfuse.backends.webgpu import tiling
     from numfuse.backends.webgpu.device.forks import DEVICES
@@ -111,14 +111,18 @@ def submits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found.extend([how.label.partition(" ")[0] for how, _, _ in x] for x in each if x)
         give(self, calls, dispatches, copies)
 
+    usual, known = tiling.WAITING_BYTES, list(DEVICES)
     monkeypatch.setattr(tiling, "WAITING_BYTES", 0)
-    for device in list(DEVICES):
+    for device in known:
         if not device.lost:
             device.submit()
             monkeypatch.setattr(device, "most", 0)
             monkeypatch.setattr(device, "left", 0)
     monkeypatch.setattr(Submits, "_give", given)
-    return found
+    yield found
+    for device in list(DEVICES):
+        if device not in known:  # the first of the process, say: later tests have it too
+            device.most = device.left = usual
 
 
 @cache
