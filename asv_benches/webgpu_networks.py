@@ -31,7 +31,7 @@ from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.shaders.networks import NetworkPass
 
 SHAPES = "200x4x32", "2000x4x32", "2000x4x64", "20000x4x32", "20000x4x64"
-TILED = "2000x4x32", "20000x4x64"
+TILED = "20000x4x64", "2000x4x32"
 #: By width, as those of `tiling.NETWORK_TILES`.
 TILES = {
     64: (
@@ -43,8 +43,10 @@ TILES = {
         (32, 32, 4, 4, 4, 4), (32, 32, 2, 4, 4, 4), (16, 32, 2, 4, 4, 4),
     ),
 }  # fmt: skip
-#: With 32 neighbours in eight rows, too: (..., True).
-LANES = 3
+#: Further words of a tile: 32 neighbours in eight rows; weights in memory of their own; both.
+OTHERS = (True,), (False, True), (True, True)
+#: Tiles that are timed with these too.
+FIRST = 3
 GROUPS = 132, 264, 396, 528, 792, 1056
 REPEATS = 5
 
@@ -60,8 +62,9 @@ def chosen(
 
     def use(tiles: Any, cpu_tiles: Any, own: int, free: bool) -> None:
         device.submit()
-        for kept in (device.programs, device.hosted, device.pipelines):
-            kept.clear()
+        kept = device.programs, device.hosted
+        for one in kept if free == NetworkPass.trusted else (*kept, device.pipelines):
+            one.clear()
         tiling.NETWORK_TILES[width], tiling.NETWORK_CPU_TILES[width] = tiles, cpu_tiles
         tiling.NETWORK_GROUPS, tiling.NETWORK_FORWARD_GROUPS = (own, own) if own else most
         NetworkPass.trusted = free
@@ -214,7 +217,7 @@ def compare(device: Any, watch: Any, shape: str, activation: str, seconds: float
               f"{found[1][1] / found[0][1]:.2f} in a row", flush=True)  # fmt: skip
 
 
-def by_tiles(device: Any, watch: Any, shape: str, seconds: float) -> None:
+def by_tiles(device: Any, watch: Any, shape: str, only: str, seconds: float) -> None:
     """Print a shape's calls with every tile, then the best one's with other workgroups."""
     width = width_of(shape)
     ways, wait, check = case(shape, "tanh")
@@ -240,11 +243,11 @@ def by_tiles(device: Any, watch: Any, shape: str, seconds: float) -> None:
             print(f"  {name:20} {how:38} {told(times)}  alone {alone:6.3f} row {row:6.3f} "
                   f"first {first:.1f} s  error {wrong:.0e}", flush=True)  # fmt: skip
 
-    for name in ways:
+    for name in [x for x in reversed(ways) if only in x]:
         for i, tile in enumerate(TILES[width]):
             line(name, tile)
-            if i < LANES:
-                line(name, (*tile, True))
+            for more in OTHERS[: 3 if i < FIRST else 0]:
+                line(name, (*tile, *more))
             if not i:
                 line(name, tile, trusted=False)
         if name in best:
@@ -259,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiles", action="store_true", help="every tile")
     parser.add_argument("--shapes", nargs="+", help=f"by default {' '.join(SHAPES)}")
+    parser.add_argument("--only", default="", help="ways with this word, of --tiles")
     parser.add_argument("--activations", nargs="+", default=["tanh"])
     parser.add_argument("--seconds", type=float, default=0.4, help="of each way's wall time")
     args = parser.parse_args()
@@ -267,7 +271,7 @@ def main() -> None:
     print(device, flush=True)
     for shape in args.shapes or (TILED if args.tiles else SHAPES):
         if args.tiles:
-            by_tiles(device, watch, shape, args.seconds)
+            by_tiles(device, watch, shape, args.only, args.seconds)
             continue
         for activation in args.activations:
             with chosen(device, width_of(shape)):

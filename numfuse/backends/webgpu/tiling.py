@@ -242,6 +242,9 @@ class NetworkTile:
     dn: int
     #: Whether 32 neighbours have eight rows and four runs of columns; else all of a row's first.
     lanes: bool = False
+    #: Whether weights have workgroup memory of their own, beside that of inputs: two barriers less
+    #: for a layer of a backward.
+    apart: bool = False
 
     @property
     def invocations(self) -> int:
@@ -259,8 +262,9 @@ class NetworkTile:
 
     @property
     def nbytes(self) -> int:
-        """Workgroup memory of a backward: a tile, and its inputs in one layer or some weights."""
-        return 4 * self.width * (self.rows + self.slice)
+        """Workgroup memory of a backward: a tile, its inputs in one layer, or and some weights."""
+        apart = min(self.slice, self.width) if self.apart else 0
+        return 4 * self.width * (self.rows + self.slice + apart)
 
 
 def network_width(widest: int, rows: int, cpu: bool) -> int:

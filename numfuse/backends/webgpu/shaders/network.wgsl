@@ -18,7 +18,12 @@ const NO = vec4<f32>();
 
 // The rows of the tile, and what they are multiplied with: weights, or a layer's inputs.
 var<workgroup> tile: array<vec4<f32>, ${ROWS * FOURS}>;
+//$ if OTHER_ROWS:
 var<workgroup> other: array<vec4<f32>, ${OTHER_ROWS * FOURS}>;
+//$ end
+//$ if APART:
+var<workgroup> matrix: array<vec4<f32>, ${SLICE * FOURS}>;
+//$ end
 
 // Where the tile has four columns of a row. The fours of eight rows are in eight orders, so that
 // invocations that read one four of as many rows find it in as many banks.
@@ -83,7 +88,7 @@ fn keep(t: u32, points: u32, n: u32, inputs: u32) {
 fn fetch(t: u32, first: u32, few: bool) {
     if (few) {
         for (var e = t; e < ${4 * FOURS}u; e += ${INVOCATIONS}u) {
-            other[e] = packed[first + e];
+            ${MATRIX}[e] = packed[first + e];
         }
         return;
     }
@@ -91,11 +96,11 @@ fn fetch(t: u32, first: u32, few: bool) {
     let w$i = packed[first + t + ${i * INVOCATIONS}u];
     //$ end
     //$ for i in range(FETCHES):
-    other[t + ${i * INVOCATIONS}u] = w$i;
+    ${MATRIX}[t + ${i * INVOCATIONS}u] = w$i;
     //$ end
 }
 
-// The tile times `k` rows of weights, of which the first slice is in `other`, in the tile's place.
+// The tile times `k` rows of weights, of which the first slice is in `$MATRIX`, in the tile's place.
 fn multiply(t: u32, weights: u32, k: u32, n: u32, bias: u32, points: u32) {
     let ty = ${PLACE[0]};
     let tx = ${PLACE[1]};
@@ -130,7 +135,7 @@ fn multiply(t: u32, weights: u32, k: u32, n: u32, bias: u32, points: u32) {
             //$ for d in range(4):
             {
                 //$ for j in range(RUNS):
-                let b$j = other[from_ + ${d * FOURS + j * ACROSS}u];
+                let b$j = ${MATRIX}[from_ + ${d * FOURS + j * ACROSS}u];
                 //$ end
                 //$ for i, j in PRODUCTS:
                 c${i}_$j = fma(vec4<f32>(a$i[$d]), b$j, c${i}_$j);
@@ -142,7 +147,7 @@ fn multiply(t: u32, weights: u32, k: u32, n: u32, bias: u32, points: u32) {
         // Of a few columns an invocation has whole rows.
         for (var q = 0u; q < depth; q++) {
             //$ for d in range(4):
-            let b$d = other[q * ${4 * FOURS}u + ${d * FOURS}u];
+            let b$d = ${MATRIX}[q * ${4 * FOURS}u + ${d * FOURS}u];
             //$ end
             //$ for i in range(THIN):
             $IF_ROW
@@ -278,6 +283,9 @@ fn main(
                 //$ end
                 default: {}
             }
+            //$ if APART:
+            fetch(t, more.x, n <= 4u);
+            //$ end
             if (p.by_weights != 0u) {
                 bring(t, layer, k, inputs, 0u, first, points);
                 workgroupBarrier();
@@ -285,12 +293,21 @@ fn main(
                     t, layer, k, n, inputs, plane + more.z, plane + more.w, number_of_tile == first_tile, first, points,
                 );
             }
+            //$ if APART:
+            else {
+                workgroupBarrier();
+            }
+            if (layer == 0u && p.by_x == 0u) {
+                break;
+            }
+            //$ else:
             workgroupBarrier();
             if (layer == 0u && p.by_x == 0u) {
                 break;
             }
             fetch(t, more.x, n <= 4u);
             workgroupBarrier();
+            //$ end
             multiply(t, more.x, n, k, NONE, points);
             workgroupBarrier();
         }
