@@ -298,7 +298,7 @@ def test_other_devices_take_a_network_at_once(monkeypatch, submits, poison, limi
 #: Tiles of other shapes than the tables have: two teams, tiles of two slices, few rows.
 TILES = {
     64: [(32, 64, 2, 8, 8, 8), (64, 32, 8, 8, 8, 8), (64, 64, 8, 4, 8, 4, True)],
-    32: [(128, 64, 8, 4, 4, 4, False, True), (32, 32, 2, 4, 4, 4, True)],
+    32: [(128, 64, 8, 4, 4, 4, False, True), (32, 32, 2, 4, 4, 4, True), (64, 64, 8, 4, 8, 4)],
 }
 
 
