@@ -326,7 +326,7 @@ def test_a_tile_fits_the_memory_of_its_device(monkeypatch):
     monkeypatch.setattr(tiling, "NETWORK_ROWS", dict.fromkeys(tiling.NETWORK_WIDTHS))
     sizes = 48, 32, 16, 15
     found = [tiling.network_tile(64, kib << 10, 256, False, 1 << 20) for kib in sizes]
-    assert [t and (t.rows, t.slice) for t in found] == [(64, 64), (64, 64), (32, 32), None]
+    assert [t and (t.rows, t.slice) for t in found] == [(128, 64), (64, 64), (32, 32), None]
     assert all(t is None or t.nbytes <= kib << 10 for t, kib in zip(found, sizes, strict=True))
     assert tiling.network_tile(65, 1 << 20, 1024, False, 1) is None
 
@@ -336,7 +336,7 @@ def test_few_points_have_smaller_tiles(monkeypatch, width):
     """Guards: enough invocations at work, from the first row to where one tile is the best."""
     monkeypatch.setattr(tiling, "NETWORK_ROWS", dict.fromkeys(tiling.NETWORK_WIDTHS))
     found = [tiling.network_tile(width, 32 << 10, 256, False, 4 << i, 4) for i in range(20)]
-    sums = [tile.mr * tile.nr for tile in found]
+    sums = [tile.rows * tile.mr * tile.nr for tile in found]
     assert sums == sorted(sums) and sums[0] < sums[-1]
     # and tiles of few rows hold no point of many members
     assert tiling.network_tile(width, 32 << 10, 256, False, 4, 20).rows == 64

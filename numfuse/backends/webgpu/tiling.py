@@ -221,9 +221,8 @@ NETWORK_FORWARD_GROUPS = 1 << 30
 #: for each of 132 multiprocessors. With fewer, an invocation has less to do in a smaller tile.
 NETWORK_INVOCATIONS = 132 * 256
 #: By width, the rows (points times members) up to which a GPU takes a network at once; None: any.
-#: Of 64 columns it is kept to what the layers' dispatches, some microseconds each, cannot be faster
-#: with, until both ways are timed on GPUs of several kinds (`asv_benches/webgpu_networks.py`).
-NETWORK_ROWS: dict[int, int | None] = {32: None, 64: 1 << 15}
+#: On an H200 a network of 80,000 rows and 4 x 64 takes a tenth of its layers' time.
+NETWORK_ROWS: dict[int, int | None] = {32: None, 64: None}
 
 
 @dataclass(frozen=True)
@@ -302,10 +301,18 @@ def network_tile(
 #: By width, the rows of tiles and of slices, and an invocation's rows and columns of a product, and
 #: of a gradient of weights; from the most sums an invocation to the fewest. 8 x 8 sums are 16 reads
 #: of four values for 256 multiply-adds, as those of `TILES`; slices of 32 rows of 64 columns are
-#: for 16 KiB. An invocation's rows are apart by a multiple of eight, there are one or two teams,
-#: and two need a slice of whole weights. (`asv_benches/webgpu_networks.py --tiles` times others.)
+#: for 16 KiB. On an H200 8 x 4 sums in tiles of 128 rows take 0.36 ms for the gradients of a jet of
+#: 20,000 points and 4 x 64, 8 x 8 in tiles of 64 rows 0.82. An invocation's rows are apart by a
+#: multiple of eight, there are one or two teams, and two need a slice of whole weights.
+#: (`asv_benches/webgpu_networks.py --tiles` times others.)
 NETWORK_TILES = {
-    64: ((64, 64, 8, 8, 8, 8), (64, 64, 4, 8, 8, 8), (32, 64, 2, 8, 8, 8), (32, 32, 4, 8, 8, 8)),
+    64: (
+        (128, 64, 8, 4, 8, 4),
+        (64, 64, 4, 4, 8, 4),
+        (32, 64, 4, 4, 8, 4),
+        (32, 64, 2, 8, 8, 8),
+        (32, 32, 4, 8, 8, 8),
+    ),
     32: ((64, 64, 8, 4, 4, 4), (64, 64, 4, 4, 4, 4), (32, 32, 2, 4, 4, 4)),
 }
 NETWORK_CPU_TILES = {
