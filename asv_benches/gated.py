@@ -218,6 +218,61 @@ def layer(bench: Bench, dtype: str, m: int, k: int, n: int) -> None:
         )
 
 
+def beside_jax(bench: Bench, dtype: str, m: int, k: int, n: int) -> None:
+    """The row of a gated layer's wall times beside jax.jit, host included, on this device."""
+    import jax
+    import jax.numpy as jnp
+
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    kind = getattr(torch, dtype)
+    a, grad = (torch.randn(m, x, device=bench.device).to(kind) for x in (k, n))
+    gate, up = ((torch.randn(k, n, device=bench.device) * k**-0.5).to(kind) for _ in "gu")
+    there = [jnp.from_dlpack(x) for x in (grad, a, gate, up)]
+
+    def layer(a: Any, gate: Any, up: Any) -> Any:
+        return jax.nn.silu(a @ gate) * (a @ up)
+
+    pulled = jax.jit(lambda grad, *x: jax.vjp(layer, *x)[1](grad))
+    forward = jax.jit(layer)
+    given = (grad, a, gate, up) if bench.device == "cuda" else tensors_of(grad, a, gate, up)
+    wait = torch.cuda.synchronize if bench.device == "cuda" else lambda: None
+
+    def waited(call: Callable[..., Any], x: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            found = call(*x)
+            wait()
+            return found
+
+        return run
+
+    ways = {
+        "forward": (nf.matmul_activation_mul, forward, 1),
+        "backward": (lambda *x: nf.matmul_activation_mul_bwd(*x)[:3], pulled, 0),
+    }
+    for name, (own, theirs, first) in ways.items():
+        calls = {
+            "numfuse": waited(own, given[first:]),
+            "jax.jit": lambda f=theirs, x=there[first:]: jax.block_until_ready(f(*x)),
+        }
+        found = {way: call() for way, call in calls.items()}
+        exact = two_again(*(x.double() for x in (grad, a, gate, up)))
+        if name == "forward":
+            exact = (two_forward(*(x.double() for x in (a, gate, up))),)
+            found = {way: (y,) for way, y in found.items()}
+        theirs_there = tuple(torch.from_dlpack(y) for y in found["jax.jit"])
+        errors = error(found["numfuse"], exact), error(theirs_there, exact)
+        spent = on_the_cpu(calls, bench.rounds)
+        ratio = spent["jax.jit"] / spent["numfuse"]
+        print(
+            f"| {dtype} {m} x {k} -> {n} {name}, wall | numfuse {spent['numfuse'] * 1e6:.0f} | "
+            f"jax.jit {spent['jax.jit'] * 1e6:.0f} | {ratio:.3f} | "
+            f"{errors[0]:.1e} / {errors[1]:.1e} |",
+            flush=True,
+        )
+        bench.found.append({"what": f"{dtype} {m} x {k} -> {n} {name}, jax", "ratio": ratio})
+
+
 def tensors_of(*given: Any) -> tuple[Any, ...]:
     """NumPy's arrays over the memory of tensors."""
     return tuple(x.numpy() for x in given)
@@ -309,6 +364,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="torch.compile as a peer")
     parser.add_argument("--autotune", action="store_true", help="and its max-autotune mode")
+    parser.add_argument("--jax", action="store_true", help="wall times beside jax.jit, too")
+    parser.add_argument("--only-jax", action="store_true", help="these alone")
     parser.add_argument("--draw", nargs=2, type=int, metavar=("SEED", "COUNT"))
     parser.add_argument("--json", help="write all figures here")
     arguments = parser.parse_args()
@@ -329,7 +386,10 @@ def main() -> int:
     for dtype in dtypes:
         for shape in shapes:
             try:
-                layer(bench, dtype, *shape)
+                if not arguments.only_jax:
+                    layer(bench, dtype, *shape)
+                if arguments.jax or arguments.only_jax:
+                    beside_jax(bench, dtype, *shape)
             except torch.OutOfMemoryError as reason:
                 print(f"  {dtype} {shape}: {str(reason)[:100]}")
     if not (arguments.draw or arguments.shapes):
