@@ -106,7 +106,10 @@ MODULES_WITH_NAMES = {
     "adapters.torch": ("torch", False),
 }
 #: What dispatch asks every adapter for: users call the functions of `numfuse` in their place.
-HOOKS = {"activation", "describe", "epilogue_jet", "fused", "jet", "network", "perceptron"}
+HOOKS = {
+    "activation", "describe", "epilogue_jet", "fused", "jet", "network", "perceptron",
+    "perceptron_at_once", "perceptron_is_whole", "repeated",
+}  # fmt: skip
 
 
 def listed_names():
