@@ -444,6 +444,23 @@ def wide64(y):
     return None if y is None else y.astype(np.float64)
 
 
+def test_points_that_there_are_not_are_in_no_gradient():
+    """Guards: an infinite weight, whose product with the zeros of a tile's idle rows is no zero."""
+    x, weights, biases = network((2, 6, 5, 1), 3)
+    weights[1][2, 3] = np.inf
+    grads = cotangents(x, weights)
+    how = {"needs": EVERY, "second": SECOND}
+    got = nf.mlp_jet_bwd(*moved(grads), *moved([x, weights, biases]), "relu", **how)
+    assert nf.last_call().kernel == "network backward/relu"
+    wanted = nf.mlp_jet_bwd(*grads, x, weights, biases, "relu", **how, backend="reference")
+    finite = 0
+    for a, b in zip(back(got), back(wanted), strict=True):
+        if b is not None:
+            np.testing.assert_allclose(a[np.isfinite(b)], b[np.isfinite(b)], rtol=1e-4, atol=1e-4)
+            finite += np.isfinite(b).sum()
+    assert finite
+
+
 def root(x):
     return ex.sqrt(ex.maximum(x, 0.0))
 

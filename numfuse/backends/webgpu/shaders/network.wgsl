@@ -36,6 +36,11 @@ fn inside(four: u32, n: u32) -> vec4<bool> {
     return vec4<u32>(four * 4u) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(n);
 }
 
+// Whether a row is of a point that there is. (Weights may be infinite: 0 times them is no 0.)
+fn exists(row: u32, points: u32) -> bool {
+    return points == ${POINTS}u || row % ${POINTS}u < points;
+}
+
 //$ for a in READS:
 // Four columns of `${a.name}`, 0 where there are fewer.
 fn load_${a.name}(at: u32, four: u32, n: u32) -> vec4<f32> {
@@ -175,7 +180,11 @@ fn multiply(t: u32, weights: u32, k: u32, n: u32, bias: u32, points: u32) {
             }
             let at = ty * ${FOURS}u + (four ^ turn);
             //$ for i in range(MR):
-            tile[at + ${i * DOWN * FOURS}u] = select(NO, c${i}_$j + select(NO, more, ${i * DOWN}u + ty < points), there);
+            {
+                let row = ${i * DOWN}u + ty;
+                let total = c${i}_$j + select(NO, more, row < points);
+                tile[at + ${i * DOWN * FOURS}u] = select(NO, total, there & vec4<bool>(exists(row, points)));
+            }
             //$ end
         }
         //$ end
@@ -189,7 +198,8 @@ fn multiply(t: u32, weights: u32, k: u32, n: u32, bias: u32, points: u32) {
         {
             let row = t + ${i * INVOCATIONS}u;
             $IF_ROW
-            tile[place(row, 0u)] = select(NO, h$i + select(NO, more, row < points), there);
+            let total = h$i + select(NO, more, row < points);
+            tile[place(row, 0u)] = select(NO, total, there & vec4<bool>(exists(row, points)));
             $END_ROW
         }
         //$ end
