@@ -297,9 +297,14 @@ def test_other_devices_take_a_network_at_once(monkeypatch, submits, poison, limi
 
 #: Tiles of other shapes than the tables have: two teams, tiles of two slices, few rows.
 TILES = {
-    64: [(32, 64, 2, 8, 8, 8), (64, 32, 8, 8, 8, 8), (64, 64, 8, 4, 8, 4, True)],
+    64: [(32, 64, 2, 8, 8, 8, True), (64, 32, 8, 8, 8, 8)],
     32: [(128, 64, 8, 4, 4, 4, False, True), (32, 32, 2, 4, 4, 4, True), (64, 64, 8, 4, 8, 4)],
 }
+
+
+def curved(x):
+    """Return what compilers take no time for."""
+    return x + 0.1 * (x * x)
 
 
 @pytest.mark.parametrize("width", TILES)
@@ -307,7 +312,7 @@ def test_tiles_of_any_shape_give_one_network(monkeypatch, poison, width):
     """Guards: what the benchmark compares; and indices in range, as checks would change results."""
     host = network((3, width, width - 3, 1), 150)
     grads = cotangents(*host)
-    how = {"directions": np.eye(2, 3), "second": SECOND}
+    how = {"directions": np.eye(2, 3), "second": SECOND, "activation": nf.activation(curved)}
     wanted = jets(host, grads, backend="reference", **how)[0]
     for i, sizes in enumerate(TILES[width]):
         tiles = {**tiling.NETWORK_CPU_TILES, width: (sizes,)}
@@ -316,7 +321,7 @@ def test_tiles_of_any_shape_give_one_network(monkeypatch, poison, width):
         for trusted in (True, False)[: 1 + (i == 0)]:
             monkeypatch.setattr(NetworkPass, "trusted", trusted)
             found.append(jets(host, grads, backend=WebGpuBackend(limits={}), **how))
-            assert found[-1][1] == KERNELS
+            assert found[-1][1] == ["network/curved", "network backward/curved"]
         close(found[0][0], wanted)
         same(found[0][0], found[-1][0])
 
