@@ -352,6 +352,9 @@ def main() -> None:
 
         name = torch.cuda.get_device_name()
         print(f"{name}, PyTorch {torch.__version__}, NumPy {np.__version__}")
+        from numfuse.adapters import cuda_whole
+
+        cuda_whole.HALF = True
     known = next((y for x, y in LIMITS.items() if x in name), LIMITS["H100"])
     limits = (
         args.bandwidth * 1e9 if args.bandwidth else known[0],

@@ -190,13 +190,17 @@ def again(long: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _switches() -> tuple[bool, bool]:
+    return cuda_whole.ENABLED, cuda_whole.HALF
+
+
 def chain_again(
     chain: Chain, others: Iterable[Any], options: tuple[Any, ...], long: Callable[[], Any]
 ) -> Any:
     """Return what `long` does with a chain's layers: as one program, if they come again."""
     weights, biases, activations = zip(*chain.layers, strict=True)
     arrays = [chain.x, *weights, *biases, *others]
-    mark = tuple(map(marks.function, activations)), chain.guard, options, cuda_whole.ENABLED
+    mark = tuple(map(marks.function, activations)), chain.guard, options, _switches()
 
     def formulas() -> Iterable[Any]:
         return [e for f in activations for e in get(f).formulas()]

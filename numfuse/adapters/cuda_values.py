@@ -191,6 +191,8 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
                 return None
             arrays = arrays_of("mlp", x)
             info, dtype = device(arrays.place(x)).info, arrays.dtype(x).name
+            if dtype in HALF_DTYPES and not cuda_whole.HALF:
+                return None
         except (AttributeError, BackendUnavailable, TypeError, ValueError):
             return None
         sizes = _sizes(info, dtype, widths, backward)

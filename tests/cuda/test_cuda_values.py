@@ -31,6 +31,7 @@ EVERY = ("x", "weights", "biases")
 def memory_holds_nan(monkeypatch):
     poisoned(monkeypatch, "cuda")
     monkeypatch.setattr("numfuse.adapters.cuda_whole.ENABLED", True)
+    monkeypatch.setattr("numfuse.adapters.cuda_whole.HALF", True)
 
 
 class Case:

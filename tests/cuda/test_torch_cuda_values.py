@@ -24,6 +24,7 @@ from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 @pytest.fixture(autouse=True)
 def whole(monkeypatch):
     monkeypatch.setattr("numfuse.adapters.cuda_whole.ENABLED", True)
+    monkeypatch.setattr("numfuse.adapters.cuda_whole.HALF", True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
