@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numfuse.activations import Activation, get
 from numfuse.adapters import cuda_whole
 from numfuse.adapters.signatures import Signature
 from numfuse.adapters.stacks import Array, Arrays
+from numfuse.backends import latest
 from numfuse.backends.cuda.call.entry import run
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES, HalfSizes, half_sizes_of
@@ -29,12 +31,15 @@ from numfuse.problem.networks import NetworkProblem
 from numfuse.problem.operands import output
 from numfuse.problem.results import NetworkGradients
 
+#: Networks of a call at most: the blocks of a grid along y.
+_MOST_NETWORKS = (1 << 16) - 1
+
 
 class ValueOperation(Operation):
     """The value of a network of so many layers, or its gradients.
 
-    `moves` says that the gradient by the points is made; `length` is the number of values of the
-    array that has all gradients by weights and biases.
+    `moves` says that the gradient by the points is made; `length` is the shape of the array that
+    has all gradients by weights and biases: a row of each network where there are several.
     """
 
     def __init__(self, layers: int, backward: bool) -> None:
@@ -58,26 +63,38 @@ class ValueOperation(Operation):
         return f"{group}[{number}]" if group in ("weights", "biases") else named.get(name, name)
 
     def _problem(
-        self, activation: Activation, out: Any, guard: bool, moves: bool, length: int,
+        self, activation: Activation, out: Any, guard: bool, moves: bool, length: Any,
         **given: ndarray | None,
     ) -> NetworkProblem:  # fmt: skip
         arrays = {name: y for name, y in given.items() if y is not None}
         x = arrays["points"]
-        widths = x.shape[1], *(arrays[f"weights_{i}"].shape[1] for i in range(self.layers))
+        weights = [arrays[f"weights_{i}"] for i in range(self.layers)]
+        widths = x.shape[-1], *(w.shape[-1] for w in weights)
+        every = [y for name, y in arrays.items() if name != "u"]
+        batch = next((y.shape[:1] for y in every if y.ndim == 3), ())
         results: Any
         if self.backward:
             results = np.empty(x.shape, x.dtype) if moves else None, np.empty(length, x.dtype)
             arrays |= {n: y for n, y in zip(self.results, results, strict=True) if y is not None}
         else:
-            shape = len(x), widths[-1]
+            shape = *batch, x.shape[-2], widths[-1]
             if out is None:
                 results = np.empty(shape, x.dtype)
             else:
                 others = {self.label(name): y for name, y in arrays.items()}
                 results = output("out", out, shape, x.dtype, others)
             arrays["u"] = results
-        every = (*[activation] * (self.layers - 1), get("none"))
-        how = every, widths, len(x), x.dtype, np.zeros((0, widths[0]), x.dtype), None, b"", 0
+        functions = (*[activation] * (self.layers - 1), get("none"))
+        how = (
+            functions,
+            widths,
+            x.shape[-2],
+            x.dtype,
+            np.zeros((0, widths[0]), x.dtype),
+            None,
+            b"",
+            0,
+        )
         return NetworkProblem(*how, guard, self.backward, False, False, arrays, results)
 
 
@@ -114,21 +131,36 @@ def _arguments(operation: ValueOperation, *call: Any) -> tuple[_Signature, dict[
     return signature, signature.arguments(*call[:-1])
 
 
-def _widths(x: Array, weights: Sequence[Array], biases: Sequence[Array | None]) -> Any:
-    """Return the widths of a network from x to its result; None where operands do not fit."""
-    if len(x.shape) != 2 or not x.shape[0]:
+def _form(
+    x: Array, weights: Sequence[Array], biases: Sequence[Array | None], backward: bool, moves: bool
+) -> tuple[tuple[int, ...], int] | None:
+    """Return the widths from x to the result, and the number of networks: 0 of a single one.
+
+    None where operands do not fit, or an operand's gradient would be a sum over networks.
+    """
+    operands = [x, *weights, *biases]
+    batches = {y.shape[0] for y in operands if y is not None and len(y.shape) == 3}
+    if len(batches) > 1 or 0 in batches or len(x.shape) not in (2, 3) or not x.shape[-2]:
         return None
-    found = [x.shape[1]]
+    networks = batches.pop() if batches else 0
+    if networks > _MOST_NETWORKS:
+        return None
+    found = [x.shape[-1]]
     for w, bias in zip(weights, biases, strict=True):
-        if len(w.shape) != 2 or w.shape[0] != found[-1] or w.dtype != x.dtype:
+        if len(w.shape) not in (2, 3) or w.shape[-2] != found[-1] or w.dtype != x.dtype:
             return None
-        width = w.shape[1]
+        width = w.shape[-1]
         found.append(width)
         if bias is None:
             continue
-        if tuple(bias.shape) not in ((width,), (1, width)) or bias.dtype != x.dtype:
+        shape = tuple(bias.shape)
+        if shape not in ((width,), (1, width), (networks, 1, width)) or bias.dtype != x.dtype:
             return None
-    return tuple(found)
+    if networks and backward:
+        own = [*weights, *[y for y in biases if y is not None], *([x] if moves else [])]
+        if any(len(y.shape) != 3 for y in own):
+            return None
+    return tuple(found), networks
 
 
 def _hidden(activation: Any, final: Any, count: int) -> Activation | None:
@@ -151,16 +183,25 @@ def _sizes(
 
 
 def half_gradients(
-    flat: Array, s: HalfSizes, biases: Sequence[Array | None]
+    flat: Array, s: HalfSizes, biases: Sequence[Array | None], compact: Callable[[Array], Array]
 ) -> tuple[list[Array], list[Array | None]]:
-    """Return the gradients by weights and biases: parts of the flat array."""
-    to, bias_to = s.ends
-    pairs = pairwise(s.widths)
-    d_weights = [flat[at : at + k * n].reshape(k, n) for at, (k, n) in zip(to, pairs, strict=True)]
+    """Return the gradients by weights and biases: parts of the flat array.
+
+    Those of several networks lie apart there, and are compact copies.
+    """
+    (to, bias_to), several = s.ends, len(flat.shape) > 1
+    told = latest.call
+
+    def part(at: int, *shape: int) -> Array:
+        found = flat[..., at : at + prod(shape)].reshape(*flat.shape[:-1], *shape)
+        return compact(found) if several else found
+
+    d_weights = [part(at, *pair) for at, pair in zip(to, pairwise(s.widths), strict=True)]
     d_biases = [
-        None if bias is None else flat[at : at + n].reshape(tuple(bias.shape))
+        None if bias is None else part(at, n).reshape(tuple(bias.shape))
         for at, n, bias in zip(bias_to, s.widths[1:], biases, strict=True)
     ]
+    latest.call = told  # and not a copy
     return d_weights, d_biases
 
 
@@ -171,23 +212,24 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
     """
 
     def served(
-        x: Any, weights: Any, biases: Any, how: tuple[Any, ...], backward: bool, grad: Any = None
-    ) -> Any:
-        """Return the operations of the arrays, the sizes and the activation; None: layers run it.
+        x: Any, weights: Any, biases: Any, how: tuple[Any, ...], backward: bool,
+        grad: Any = None, moves: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return the arrays' operations, the sizes, the activation and the number of networks.
 
-        They say what is wrong with operands that do not fit.
+        None: layers run it, and say what is wrong with operands that do not fit.
         """
         if not cuda_whole.ENABLED or len(biases) != len(weights):
             return None
         activation, final, _, _ = how
         try:
             hidden = _hidden(activation, final, len(weights))
-            widths = _widths(x, weights, biases)
-            if hidden is None or widths is None:
+            form = _form(x, weights, biases, backward, moves)
+            if hidden is None or form is None:
                 return None
-            if grad is not None and (
-                tuple(grad.shape) != (x.shape[0], widths[-1]) or grad.dtype != x.dtype
-            ):
+            widths, networks = form
+            shape = *((networks,) if networks else ()), x.shape[-2], widths[-1]
+            if grad is not None and (tuple(grad.shape) != shape or grad.dtype != x.dtype):
                 return None
             arrays = arrays_of("mlp", x)
             info, dtype = device(arrays.place(x)).info, arrays.dtype(x).name
@@ -196,7 +238,9 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
         except (AttributeError, BackendUnavailable, TypeError, ValueError):
             return None
         sizes = _sizes(info, dtype, widths, backward)
-        return None if sizes is None else (arrays, sizes, hidden)
+        if sizes is None or (networks and not isinstance(sizes, HalfSizes)):
+            return None
+        return arrays, sizes, hidden, networks
 
     def at_once(
         grad: Any, x: Any, weights: Any, biases: Any, how: tuple[Any, ...], needs: Sequence[str],
@@ -206,17 +250,18 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
         if grad is not None and (out is not None or not needs):
             return None
         own = (None,) * len(weights) if biases is None else biases
-        found = served(x, weights, own, how, grad is not None, grad)
+        moves = "x" in needs
+        found = served(x, weights, own, how, grad is not None, grad, moves)
         if found is None:
             return None
-        arrays, sizes, hidden = found
+        arrays, sizes, hidden, networks = found
         _, _, guard, backend = how
         operation = _operation(len(weights), grad is not None)
         operands = x, *weights, *own
         if grad is None:
             flags: Any = (guard, False, 0)
             return run(operation, operands, hidden, flags, (), out, backend, _arguments)
-        flags = (guard, "x" in needs, sizes.flat)
+        flags = (guard, moves, (networks, sizes.flat) if networks else sizes.flat)
         made = run(operation, (*operands, grad), hidden, flags, (), None, backend, _arguments)
         d_x, flat = made
 
@@ -226,7 +271,7 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
             return target
 
         if isinstance(sizes, HalfSizes):
-            groups: Any = half_gradients(flat, sizes, own)
+            groups: Any = half_gradients(flat, sizes, own, compact)
         else:
             groups = cuda_whole.gradients(flat, sizes, own, compact)
         pairs = zip(("weights", "biases"), groups, strict=True)

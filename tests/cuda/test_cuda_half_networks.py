@@ -65,6 +65,7 @@ class Case:
         self.weights = [normal(k, n, k**-0.5) for k, n in pairs]
         self.biases = [normal(1, n)[0] if biases else None for n in widths[1:]]
         self.empty = lambda m, n: self.laid(np.full((m, n), np.nan, self.dtype), layout)
+        self.networks = ()
         self.info = replace(HOPPER, multiprocessors=2)
 
     @staticmethod
@@ -90,7 +91,8 @@ class Case:
         made = {"u": self.empty(self.points, self.widths[-1])}
         if backward:
             s = half_sizes_of(self.info, self.name, self.widths, True)
-            arrays["grad"], made = self.grad, {"flat": np.full(s.flat, np.nan, self.dtype)}
+            arrays["grad"] = self.grad
+            made = {"flat": np.full((*self.networks, s.flat), np.nan, self.dtype)}
             if moves:
                 made["d_points"] = self.empty(self.points, self.widths[0])
         arrays |= made
@@ -173,10 +175,14 @@ class Case:
 
     def check(self, activation="tanh"):
         """Both directions are right."""
+        self.verify(self.run(False, activation), self.run(True, activation), activation)
+
+    def verify(self, value, made, activation="tanh"):
+        """A value and gradients are this network's."""
         (u, e), (d_x, e_x), gradients = self.truth(activation)
-        assert (np.abs(wide(self.run(False, activation)["u"]) - u) <= e).all()
-        made = self.run(True, activation)
-        assert (np.abs(wide(made["d_points"]) - d_x) <= e_x).all()
+        assert (np.abs(wide(value["u"]) - u) <= e).all()
+        if "d_points" in made:
+            assert (np.abs(wide(made["d_points"]) - d_x) <= e_x).all()
         s, unit = half_sizes_of(self.info, self.name, self.widths, True), UNITS[self.name]
         to, bias_to = s.ends
         places = zip(to, bias_to, gradients, strict=True)
@@ -186,7 +192,6 @@ class Case:
             found = wide(made["flat"][bias_at : bias_at + d_bias.size])
             bound = e_bias + unit * (np.abs(d_bias) + e_bias) + TINY
             assert (np.abs(found - d_bias) <= bound).all()
-        return made
 
 
 @pytest.mark.long
@@ -225,6 +230,43 @@ def test_the_same_call_makes_the_same_bits_with_and_without_the_gradient_by_poin
     case = Case((16, 16, 16), 300)
     first, again = case.run(True), case.run(True, moves=False)
     assert (first["flat"].view("i2") == again["flat"].view("i2")).all()
+
+
+class Several(Case):
+    """Networks of one form as one call; what is `shared` is the first one's of all of them."""
+
+    def __init__(self, cases, shared):
+        first = cases[0]
+        self.__dict__ |= first.__dict__
+        for case in cases[1:]:
+            if shared:
+                case.x, case.weights[1] = first.x, first.weights[1]
+
+        def together(*arrays):
+            return np.stack(arrays)
+
+        self.networks = (len(cases),)
+        self.empty = lambda m, n: np.full((len(cases), m, n), np.nan, first.dtype)
+        self.grad = together(*[case.grad for case in cases])
+        if not shared:
+            self.x = together(*[case.x for case in cases])
+        every = range(len(first.weights))
+        self.weights = [together(*[case.weights[i] for case in cases]) for i in every]
+        self.biases = [together(*[case.biases[i][None] for case in cases]) for i in every]
+        if shared:
+            self.weights[1] = first.weights[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_several_networks_are_rows_of_the_grid(shared):
+    cases = [Case((16, 24, 8, 16), 40, seed=seed) for seed in range(3)]
+    several = Several(cases, shared)
+    value = several.run(False)
+    made = several.run(True, moves=not shared)
+    for i, case in enumerate(cases):
+        assert (value["u"][i].view("i2") == case.run(False)["u"].view("i2")).all()
+        case.verify({"u": value["u"][i]}, {name: y[i] for name, y in made.items()})
 
 
 def test_networks_that_fit_and_those_that_do_not():

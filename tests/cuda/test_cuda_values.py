@@ -188,7 +188,7 @@ def test_a_result_that_is_an_operand_is_refused():
 
 @pytest.mark.parametrize(
     "more",
-    [{"final": "tanh"}, {"activation": ("tanh", "silu")}],
+    [{"final": "tanh"}, {"activation": ("tanh", "silu")}, {"batch": (2,)}],
     ids=lambda more: next(iter(more)),
 )
 def test_other_networks_go_by_layers(more):
@@ -229,6 +229,30 @@ def test_networks_in_16_bits_are_those_of_float64_to_the_roundings_of_layers(
         assert error <= 2 * len(widths) * unit * np.linalg.norm(y)
     for x, y in zip(made, case.backward(True), strict=True):
         assert (nf.to_numpy(x).view("i2") == nf.to_numpy(y).view("i2")).all()
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no tensor cores")
+@pytest.mark.parametrize("needs", [EVERY, EVERY[1:]])
+@pytest.mark.parametrize("own", [False, True], ids=["shared points", "own points"])
+def test_several_networks_in_16_bits_are_one_launch(own, needs):
+    case = Case((32, 64, 64, 8), 700, HALVES["bfloat16"], batch=(3,))
+    case.biases = [np.stack([bias, -bias, bias / 2])[:, None] for bias in case.biases]
+    if own:
+        case.x = np.stack([case.x, -case.x, case.x[::-1]])
+    found, made = case.forward(True), case.backward(True, needs=needs)
+    whole = own or "x" not in needs  # (else its gradient is a sum over networks)
+    assert ("network backward" in nf.last_call().kernel) == whole
+    wide = Case((32, 64, 64, 8), 700, batch=(3,))
+    for name in ("x", "grad", "weights", "biases"):
+        y = getattr(case, name)
+        wide.__dict__[name] = [x.astype(float) for x in y] if name[-1] == "s" else y.astype(float)
+    wanted = [wide.forward(False), *wide.backward(False, needs=needs)]
+    for x, y in zip([found, *made], wanted, strict=True):
+        assert (x is None) == (y is None)
+        if y is not None:
+            assert tuple(x.shape) == y.shape
+            error = np.linalg.norm(nf.to_numpy(x).astype(float) - y)
+            assert error <= 8 * 2.0**-8 * np.linalg.norm(y)
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator has no tensor cores")

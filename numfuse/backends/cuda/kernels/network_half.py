@@ -14,6 +14,9 @@ last one's columns, lie in that order.
 # ruff: noqa: F821
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from numfuse.backends.cuda.compile.intrinsics import least, quotient
 from numfuse.backends.cuda.compile.scalars import both, select
 from numfuse.backends.cuda.compile.schema import Schema
@@ -28,6 +31,32 @@ from numfuse.backends.cuda.kernels.network_fragments import (
     word_if,
 )
 from numfuse.backends.cuda.kernels.network_passes import width_of
+
+
+@dataclass
+class Steps:
+    """How far the arrays of a network are from those of the next, in elements."""
+
+    x: Any
+    #: The result, or its cotangent.
+    out: Any
+    d_x: Any
+    weights_0: Any
+    weights_1: Any
+    weights_2: Any
+    weights_3: Any
+    weights_4: Any
+    weights_5: Any
+    weights_6: Any
+    weights_7: Any
+    bias_0: Any
+    bias_1: Any
+    bias_2: Any
+    bias_3: Any
+    bias_4: Any
+    bias_5: Any
+    bias_6: Any
+    bias_7: Any
 
 
 def column_of(place, pairs):
@@ -75,12 +104,34 @@ def bring(to, t, layer, held, shape, padded, turned):
         poke_real(bias_to + q * 4, value)
 
 
-def prepare(memory, t, layers: Layers, held):
-    """Bring the weights and biases of all layers to shared memory."""
+def step_of(steps: Steps, number):
+    """Return how far a layer's weights, and its bias, are from a network to the next."""
+    if COUNT > 1 and number == 1:
+        return steps.weights_1, steps.bias_1
+    if COUNT > 2 and number == 2:
+        return steps.weights_2, steps.bias_2
+    if COUNT > 3 and number == 3:
+        return steps.weights_3, steps.bias_3
+    if COUNT > 4 and number == 4:
+        return steps.weights_4, steps.bias_4
+    if COUNT > 5 and number == 5:
+        return steps.weights_5, steps.bias_5
+    if COUNT > 6 and number == 6:
+        return steps.weights_6, steps.bias_6
+    if COUNT > 7 and number == 7:
+        return steps.weights_7, steps.bias_7
+    return steps.weights_0, steps.bias_0
+
+
+def prepare(memory, t, layers: Layers, steps: Steps, held):
+    """Bring the weights and biases of all layers of the block's network to shared memory."""
+    network = cuda.blockIdx.y * 2
     for i in unrolled(COUNT):
         shape = WIDTHS[i], WIDTHS[i + 1], SPREAD[i], SPREAD[i + 1]
         padded = DOWN[i], ACROSS[i], memory + BIAS_AT[i]
-        layer = layer_of(layers, i)
+        weights, row, column, bias, step = layer_of(layers, i)
+        further, bias_further = step_of(steps, i)
+        layer = weights + network * further, row, column, bias + network * bias_further, step
         bring(memory + WEIGHTS_AT[i], t, layer, held, shape, padded, TURNED[i])
 
 
@@ -188,8 +239,11 @@ def write_results(sums, left, words, lane, weights, bias, out: Rows, first, coun
         PUT_RESULTS(words, lane, out, first, count, column)
 
 
-def forward(x: Rows, layers: Layers, out: Rows, count):
-    """Write the results of a network; a warp takes every so many rows."""
+def forward(x: Rows, layers: Layers, steps: Steps, out: Rows, count):
+    """Write the results of a network, of which there is one a row of the grid.
+
+    A warp takes every so many rows of x.
+    """
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     held = cuda.local.array(HELD, REAL)
     sums = cuda.local.array(PIECES * 8, REAL)
@@ -199,8 +253,11 @@ def forward(x: Rows, layers: Layers, out: Rows, count):
     words = cuda.local.array(PIECES * 2 * OUT_PAIRS, WORD)
     t = cuda.threadIdx.x
     lane = t & 31
-    prepare(memory, t, layers, held)
+    prepare(memory, t, layers, steps, held)
     BARRIER()
+    network = cuda.blockIdx.y * 2
+    own: Rows = Rows(x.address + network * steps.x, x.row, x.column)
+    to: Rows = Rows(out.address + network * steps.out, out.row, out.column)
     head = memory + WEIGHTS_AT[0] + place_of_rows(lane, WIDTH + 8)
     inner = memory + WEIGHTS_AT[1] + place_of_rows(lane, WIDTH + 8)
     tail = memory + WEIGHTS_AT[COUNT - 1] + place_of_rows(lane, OUT_WIDTH + 8)
@@ -208,16 +265,16 @@ def forward(x: Rows, layers: Layers, out: Rows, count):
     bias = memory + BIAS_AT[0] + near * 4
     first = (cuda.grid(1) >> 5) * (16 * PIECES)
     while first < count:
-        FETCH_POINTS(given, lane, x, first, count)
+        FETCH_POINTS(given, lane, own, first, count)
         hidden(sums, given, left, made, head, bias, near, width_of(0), True)
         for layer in range(1, COUNT - 1):
             for i in unrolled(PIECES * (WIDTH // 4)):
                 left[i] = made[i]
             at = (layer - 1) * (WIDTH * (WIDTH + 8) * 2)
-            to = bias + layer * (WIDTH * 4)
-            hidden(sums, given, left, made, inner + at, to, near, width_of(layer), False)
+            begin = bias + layer * (WIDTH * 4)
+            hidden(sums, given, left, made, inner + at, begin, near, width_of(layer), False)
         last = bias + (COUNT - 1) * (WIDTH * 4)
-        write_results(sums, made, words, lane, tail, last, out, first, count)
+        write_results(sums, made, words, lane, tail, last, to, first, count)
         first += (cuda.gridsize(1) >> 5) * (16 * PIECES)
 
 

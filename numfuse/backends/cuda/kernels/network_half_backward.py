@@ -27,7 +27,7 @@ from numfuse.backends.cuda.kernels.network_fragments import (
     poke_word,
     store_real_if,
 )
-from numfuse.backends.cuda.kernels.network_half import column_of, inside, prepare, start
+from numfuse.backends.cuda.kernels.network_half import Steps, column_of, inside, prepare, start
 from numfuse.backends.cuda.kernels.network_passes import width_of
 
 
@@ -212,8 +212,11 @@ def write_part(total, columns, lane, planes, kind, added, row, rows, count, to, 
 
 
 # --- the kernel -----------------------------------------------------------------------------------
-def backward(x: Rows, layers: Layers, grad: Rows, count, planes, d_x: Rows):
-    """Add up a network's gradients over a block's tiles, and write those by the points."""
+def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d_x: Rows):
+    """Add up a network's gradients over a block's tiles, and write those by the points.
+
+    There is a network a row of the grid.
+    """
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     held = cuda.local.array(HELD, REAL)
     sums = cuda.local.array(PIECES * 8, REAL)
@@ -232,8 +235,12 @@ def backward(x: Rows, layers: Layers, grad: Rows, count, planes, d_x: Rows):
     lane = t & 31
     warp = t >> 5
     kind, added, left_at, right_at, row, rows, width, weights_to, bias_to = part_of(warp)
-    prepare(memory, t, layers, held)
+    prepare(memory, t, layers, steps, held)
     BARRIER()
+    network = cuda.blockIdx.y * 2
+    points: Rows = Rows(x.address + network * steps.x, x.row, x.column)
+    cotangents: Rows = Rows(grad.address + network * steps.out, grad.row, grad.column)
+    moved: Rows = Rows(d_x.address + network * steps.d_x, d_x.row, d_x.column)
     g, s = lane >> 2, lane & 3
     bias = memory + BIAS_AT[0] + s * 8
     by_rows = memory + place_of_rows(lane, WIDTH + 8)
@@ -245,8 +252,8 @@ def backward(x: Rows, layers: Layers, grad: Rows, count, planes, d_x: Rows):
         own = warp * (16 * PIECES)
         while own < there:
             end = first + there
-            FETCH_POINTS(given, lane, x, first + own, end)
-            FETCH_COTANGENTS(tail, lane, grad, first + own, end)
+            FETCH_POINTS(given, lane, points, first + own, end)
+            FETCH_COTANGENTS(tail, lane, cotangents, first + own, end)
             at = memory + (own + g) * ((IN_WIDTH + 8) * 2) + s * 4
             leave_points(at + LEFT_AT[0], given)
             at = memory + (own + g) * ((OUT_WIDTH + 8) * 2) + s * 4
@@ -274,7 +281,7 @@ def backward(x: Rows, layers: Layers, grad: Rows, count, planes, d_x: Rows):
                 back(sums, tail, left, made, weights, slopes + step, False)
             if MOVES:
                 weights = by_columns + WEIGHTS_AT[0]
-                write_points_gradient(sums, made, words, lane, weights, d_x, first + own, end)
+                write_points_gradient(sums, made, words, lane, weights, moved, first + own, end)
             if own + 16 * PIECES > there:
                 clear_rows(memory, lane, there, own + 16 * PIECES)
             own += WARPS * (16 * PIECES)
@@ -282,7 +289,8 @@ def backward(x: Rows, layers: Layers, grad: Rows, count, planes, d_x: Rows):
         add_part(total, columns, lane, memory + left_at, memory + right_at, there, kind, added)
         BARRIER()
         first += cuda.gridsize(1) // THREADS * ROWS
-    plane = planes + cuda.blockIdx.x * (LENGTH * 4)
+    blocks = cuda.gridsize(1) // THREADS
+    plane = planes + (cuda.blockIdx.y * blocks + cuda.blockIdx.x) * (LENGTH * 4)
     write_part(total, columns, lane, plane, kind, added, row, rows, width, weights_to, bias_to)
 
 

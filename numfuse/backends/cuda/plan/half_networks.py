@@ -20,7 +20,7 @@ from numfuse.backends.cuda.kernels import network_fragments as fragments
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.network import MOST_LAYERS, Layer, Layers
 from numfuse.backends.cuda.kernels.network_backward import Rows
-from numfuse.backends.cuda.kernels.network_half import HALF_FORWARD, fetch, forward, put
+from numfuse.backends.cuda.kernels.network_half import HALF_FORWARD, Steps, fetch, forward, put
 from numfuse.backends.cuda.kernels.network_half_backward import HALF_BACKWARD, backward
 from numfuse.backends.cuda.plan.half_sizes import HalfSizes, half_sizes_of, pairs_of
 from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
@@ -99,9 +99,9 @@ def _bindings(s: HalfSizes, dtype: str, turned: tuple[bool, ...]) -> dict[str, A
 
 def _side(template: Any, s: HalfSizes, dtype: str, x: View, padded: int) -> Any:
     """Return how a warp reads or writes its rows of x, or of the result."""
-    pairs, columns = pairs_of(padded), x.shape[1]
-    whole = padded == columns and x.strides[1] == 1
-    wide = whole and x.aligned((x.strides[0],)) >= 4 * pairs
+    pairs, columns = pairs_of(padded), x.shape[-1]
+    whole = padded == columns and x.strides[-1] == 1
+    wide = whole and x.aligned(x.strides[:-1]) >= 4 * pairs
     names = {
         "PIECES": s.pieces,
         "SIDE_WIDTH": padded,
@@ -186,7 +186,19 @@ class _Slots:
     def rows(self, name: str) -> Rows:
         """Return an array of rows as a record."""
         x = self.view(name)
-        return Rows(self.slot(name, x), *x.strides)
+        return Rows(self.slot(name, x), *x.strides[-2:])
+
+    def step(self, name: str, axes: int = 2) -> int:
+        """Return how far an array is from the next network's: 0 where that is the same."""
+        x = self._bind(name)
+        return x.strides[0] if x is not None and len(x.shape) > axes else 0
+
+    def steps(self, out: str) -> Steps:
+        """Return how far the arrays of a network are from those of the next."""
+        layers = range(MOST_LAYERS)
+        ends = self.step("points"), self.step(out), self.step("d_points")
+        weights = [self.step(f"weights_{i}") for i in layers]
+        return Steps(*ends, *weights, *[self.step(f"biases_{i}") for i in layers])
 
     def layers(self, count: int) -> tuple[Layers, tuple[bool, ...]]:
         """Return the weights and biases, and which weights have their columns in memory."""
@@ -200,9 +212,9 @@ class _Slots:
             step = 0
             if bias is not None:
                 place, step = self.slot(f"biases_{i}", bias), bias.strides[-1]
-            row, column = w.strides
+            row, column = w.strides[-2:]
             found.append(Layer(self.slot(f"weights_{i}", w), row, column, place, step))
-            turned.append(abs(w.strides[0]) < abs(w.strides[1]))
+            turned.append(abs(row) < abs(column))
         return Layers(*found), tuple(turned)
 
 
@@ -219,29 +231,32 @@ def half_network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     bindings["FETCH_POINTS"] = _side(fetch, s, dtype, x, first)
     given: dict[str, Any] = {"x": slots.rows("points"), "layers": layers, "count": p.count}
     threads = 32 * s.warps
+    end = slots.view("grad" if p.backward else "u")
+    networks = end.shape[0] if len(end.shape) > 2 else 1
+    given["steps"] = slots.steps("grad" if p.backward else "u")
+    most = -(-s.resident * info.multiprocessors // networks)  # blocks of a network
     if not p.backward:
-        out = slots.view("u")
         bindings |= {
             "MULTIPLY_LAST": fragments.product(dtype, s.pieces, inner // 16, last + 8, False),
-            "PUT_RESULTS": _side(put, s, dtype, out, last),
+            "PUT_RESULTS": _side(put, s, dtype, end, last),
             "ACTIVATE": _value(p.activation),
         }
         how: Any = {"threads": threads, "blocks": s.resident, "name": f"network {dtype} {inner}"}
         made = kernel_of(forward, HALF_FORWARD, bindings, **how)
-        grid = min(s.resident * info.multiprocessors, -(-p.count // (threads // 2 * s.pieces)))
+        grid = min(most, -(-p.count // (threads // 2 * s.pieces)))
         arguments = HALF_FORWARD(**given, out=slots.rows("u"))
-        rec.launches((Launch(made, (grid, 1, 1), arguments, s.places[2]),), slots.at)
+        rec.launches((Launch(made, (grid, networks, 1), arguments, s.places[2]),), slots.at)
         return
     moves = bind("d_points") is not None
     d_x = slots.view("d_points") if moves else x
     bindings |= _back_bindings(s, dtype) | {
         "MOVES": moves,
-        "FETCH_COTANGENTS": _side(fetch, s, dtype, slots.view("grad"), last),
+        "FETCH_COTANGENTS": _side(fetch, s, dtype, end, last),
         "PUT_POINTS": _side(put, s, dtype, d_x, first),
         "ACTIVATE": _value_and_slope(p.activation, p.guard),
     }
-    grid = min(s.resident * info.multiprocessors, -(-p.count // s.rows))
-    planes = rec.fresh((grid, s.flat), "float32")
+    grid = min(most, -(-p.count // s.rows))
+    planes = rec.fresh((networks, grid, s.flat), "float32")
     given |= {
         "grad": slots.rows("grad"),
         "planes": slots.slot("planes", planes),
@@ -250,9 +265,9 @@ def half_network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     how = {"threads": threads, "blocks": s.resident, "name": f"network backward {dtype} {inner}"}
     made = kernel_of(backward, HALF_BACKWARD, bindings, **how)
     arguments = HALF_BACKWARD(**given)
-    rec.launches((Launch(made, (grid, 1, 1), arguments, s.factors[2]),), slots.at)
+    rec.launches((Launch(made, (grid, networks, 1), arguments, s.factors[2]),), slots.at)
     flat = Operand(dtype, (s.flat, s.flat, 1), 2)
-    lengths = 1, grid, 1, s.flat
+    lengths = networks, grid, 1, s.flat
     launches, staged = joins.joins(info, "float32", Slot("planes"), flat, lengths, Slot("work"))
     at = {"planes": planes.at(), "out": slots.view("flat").at()}
     rec.launches(launches, at, staged)
