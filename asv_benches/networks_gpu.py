@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Run = Callable[[], Any]
+DEVICE = "cuda"
 
 
 class Row(NamedTuple):
@@ -94,11 +95,11 @@ class Network:
     def __init__(self, row: Row, wide: bool = False) -> None:
         import torch
 
-        made = torch.Generator("cuda").manual_seed(0)
+        made = torch.Generator(DEVICE).manual_seed(0)
         dtype = torch.float64 if wide else getattr(torch, row.dtype)
 
         def normal(*shape: int, scale: float = 1.0) -> Any:
-            x = scale * torch.randn(*shape, generator=made, device="cuda")
+            x = scale * torch.randn(*shape, generator=made, device=DEVICE)
             return x.to(getattr(torch, row.dtype)).to(dtype)
 
         pairs = list(itertools.pairwise(row.widths))
@@ -259,6 +260,7 @@ def peak_of(torch: Any, run: Run) -> float:
 
     numfuse's own workspace is none of PyTorch's: what the device has less of is counted, too.
     """
+    run()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, there = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
@@ -291,6 +293,8 @@ def measure(row: Row, args: argparse.Namespace, limits: tuple[float, float]) -> 
         except Exception as reason:
             print(f"  {row}, {name}: {type(reason).__name__}: {str(reason)[:200]}", flush=True)
     del exact
+    if "numfuse" not in runs:
+        return
     times: dict[str, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + args.seconds
     while time.perf_counter() < end or min(map(len, times.values())) < 10:

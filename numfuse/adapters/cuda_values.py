@@ -33,6 +33,8 @@ from numfuse.problem.results import NetworkGradients
 
 #: Networks of a call at most: the blocks of a grid along y.
 _MOST_NETWORKS = (1 << 16) - 1
+#: Rows of x at most: kernels count them, and some beyond, in 32 bits.
+_MOST_ROWS = 1 << 30
 
 
 class ValueOperation(Operation):
@@ -143,7 +145,7 @@ def _form(
     if len(batches) > 1 or 0 in batches or len(x.shape) not in (2, 3) or not x.shape[-2]:
         return None
     networks = batches.pop() if batches else 0
-    if networks > _MOST_NETWORKS:
+    if networks > _MOST_NETWORKS or x.shape[-2] > _MOST_ROWS:
         return None
     found = [x.shape[-1]]
     for w, bias in zip(weights, biases, strict=True):
