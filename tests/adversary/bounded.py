@@ -177,6 +177,7 @@ class Number:
 
     __radd__, __rmul__ = __add__, __mul__
 
+    @np.errstate(all="ignore")  # (some of NumPy's libraries warn of NaN and infinities)
     def __matmul__(self, other: Number) -> Number:
         x, y = self, other
         r, n = x.rules, x.shape[-1] + 1
