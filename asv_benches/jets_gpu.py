@@ -296,7 +296,7 @@ def timed(runs: dict[str, Run], seconds: float) -> dict[str, float]:
     """Return the median wall time of each way, which take turns."""
     times: dict[str, list[float]] = {way: [] for way in runs}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["numfuse"]) < 5:
+    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
         for way in random.sample(list(runs), len(runs)):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -408,19 +408,12 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
         except Exception as error:
             print(f"  {name}, {word}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     tiling.NETWORK_TILES[dtype], tiling.NETWORK_FORWARDS[dtype] = kept
-    times: dict[str, list[float]] = {way: [] for way in ways}
     exact = flat(ways["layers"]())
     for way, run in ways.items():
         error = np.abs(flat(run()) - exact).max() / np.abs(exact).max()
         print(f"  {name}, {way}: {error:.0e} from the layers", flush=True)
-    for _ in range(40):
-        for way in random.sample(list(ways), len(ways)):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            ways[way]()
-            torch.cuda.synchronize()
-            times[way].append(time.perf_counter() - start)
-    told = ", ".join(f"{way}: {1e3 * statistics.median(t):.3f} ms" for way, t in times.items())
+    medians = timed(ways, 0.5)
+    told = ", ".join(f"{way}: {1e3 * t:.3f} ms" for way, t in medians.items())
     print(f"{name}: {told}", flush=True)
 
 

@@ -179,27 +179,10 @@ def layered(run: Run) -> Run:
     return call
 
 
-def graphed(torch: Any, run: Run) -> Run:
-    """A call as a CUDA graph; a replay returns the tensors of the capture."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
-
-    def replay() -> Any:
-        graph.replay()
-        return found
-
-    return replay
-
-
 def contestants(net: Network, compiles: bool) -> dict[str, Callable[[], Run]]:
     """Return what makes each contestant, by its name."""
+    from jets_gpu import graphed
+
     torch = net.torch
     if net.row.what == "inference":
         ours: Run = net.value
@@ -226,11 +209,11 @@ def contestants(net: Network, compiles: bool) -> dict[str, Callable[[], Run]]:
         def compiled() -> Run:
             return net.autograd(torch.compile(net.plain, dynamic=False))
 
-    found = {"numfuse": lambda: ours, "numfuse graphed": lambda: graphed(torch, ours)} | found
+    found = {"numfuse": lambda: ours, "numfuse graphed": lambda: graphed(ours)} | found
     found["numfuse by layers"] = lambda: layered(ours)
     if compiles:
         found["torch compiled"] = compiled
-        found["torch compiled, graphed"] = lambda: graphed(torch, compiled())
+        found["torch compiled, graphed"] = lambda: graphed(compiled())
     return found
 
 

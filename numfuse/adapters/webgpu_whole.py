@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numfuse.activations import Activation, table
-from numfuse.adapters import stacks
+from numfuse.adapters import marks, stacks
 from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.lower.networks import Gradient, gradients
 from numfuse.backends.webgpu.network_calls import GRADS, RESULTS, kind_of, problem_of
@@ -250,35 +249,6 @@ def _at_once(x: Any, weights: Any, members: int) -> bool:
     return network_width(widest, members * x.shape[0], cpu) > 0
 
 
-def _function(f: Any) -> tuple[str, int] | None:
-    """Return what stands for an activation in a mark."""
-    if type(f) is str:
-        f = table.TABLE.get(f)
-    return (f.name, f.serial) if isinstance(f, Activation) else None
-
-
-def _content(x: Any) -> Any:
-    """Return what stands for a constant in a mark; None: nothing does."""
-    if x is None:
-        return "none"
-    x = np.asarray(x)
-    return (x.shape, x.dtype, x.tobytes()) if x.dtype.kind in "fiub" else None
-
-
-def _mark(kind: str, weights: Any, biases: Any, how: Any, form: Any, *rest: Any) -> Any:
-    """Return all that a call depends on but its arrays; None where not all of it can be told."""
-    activation, final, guard, _ = how
-    several = (activation,) if isinstance(activation, (str, Activation)) else activation
-    if type(several) not in (tuple, list) or type(biases) not in (tuple, list, type(None)):
-        return None
-    parts = [*map(_function, (*several, final)), *map(_content, form)]
-    if None in parts:
-        return None
-    single = several is not activation
-    lengths = len(weights), -1 if biases is None else len(biases), len(several)
-    return kind, single, lengths, bool(guard), *parts, *rest
-
-
 def network(layered: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs networks' jets, by `layered` for the first time."""
 
@@ -291,7 +261,7 @@ def network(layered: Callable[..., Any], again: Callable[..., Any]) -> Callable[
         if _fits(x, weights) and (grads is None or given_back(keep) is None):
             kind = "network" if grads is None else "network backward"
             kept = bool(keep) if grads is None else None
-            mark = _mark(kind, weights, biases, how, form, kept, tuple(needs))
+            mark = marks.mark(kind, weights, biases, how, form, kept, tuple(needs))
             outs, given = _flat(out, grads is not None, weights)
         if mark is None or outs is None:
             return layered(grads, x, weights, biases, how, form, keep, needs, out)
@@ -364,7 +334,7 @@ def perceptron(arrays: Own, again: Callable[..., Any]) -> Callable[..., Any]:
         width = x.shape[-1]
         form = np.zeros((0, width)), np.zeros((0, 0))
         kind = "mlp" if grad is None else "mlp backward"
-        mark = _mark(kind, weights, biases, how, (None, None), tuple(needs))
+        mark = marks.mark(kind, weights, biases, how, (None, None), tuple(needs))
         outs, given = (out, ()) if grad is None else _flat(out, True, weights)
         if mark is None:
             return None
