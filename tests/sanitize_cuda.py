@@ -5,12 +5,14 @@
 
 Arrays are NumPy's, so each operand is a block of the pool, and results are compared with those of
 the reference backend. Numbers behind it are those of the cases to run, the blocks that are forced
-after the others; without the sanitizer, a run compiles what they need into the disk cache.
+after the others, then whole networks; without the sanitizer, a run compiles what they need into the
+disk cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -48,6 +50,11 @@ FORCED = (
     *((tile, "ieee", "bfloat16", 392, 200, 520) for tile, _ in HOPPER_TILES),
     *((tile, "bf16x6", "float32", 392, 200, 264) for tile, _ in HOPPER_SPLIT_TILES),
 )  # fmt: skip
+#: Whole networks of device arrays: (dtype, points, widths), with and without accesses of 16 bytes.
+NETWORKS = (
+    ("bfloat16", 700, (64, 64, 64, 32)), ("float16", 333, (5, 24, 40, 3)),
+    ("float32", 333, (3, 24, 40, 3)), ("float64", 333, (3, 24, 40, 3)),
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -75,13 +82,16 @@ def main() -> None:
     """Run them all; an AssertionError where a result is off."""
     rng = np.random.default_rng(0)
     tiers: set[str] = set()
-    chosen = [int(word) for word in sys.argv[1:]] or range(len(CASES) + len(FORCED))
+    every = [*CASES, *FORCED, *NETWORKS]
+    chosen = [int(word) for word in sys.argv[1:]] or range(len(every))
     with as_large_products():
         for number in chosen:
             if number < len(CASES):
-                small(*CASES[number], rng, tiers)
+                small(*every[number], rng, tiers)
+            elif number < len(CASES) + len(FORCED):
+                forced(*every[number], rng)
             else:
-                forced(*FORCED[number - len(CASES)], rng)
+                network(*every[number], rng)
     print("tiers:", ", ".join(sorted(tiers)))
 
 
@@ -119,6 +129,23 @@ def forced(tile: HopperTile, precision: Any, name: str, m: int, k: int, n: int, 
     forget(device())
     compare(found[1], found[0], 3e-2 if name == "bfloat16" else 2e-5)
     print(tile, precision, name, m, k, n, "done", flush=True)
+
+
+def network(name: str, points: int, widths: tuple[int, ...], rng: Any) -> None:
+    """Check a network's value and gradients, by a kernel each."""
+    pairs = list(itertools.pairwise(widths))
+    operands = [random_operands(rng, name, points, k, n) for k, n in pairs]
+    weights, biases = [w for _, w, _, _ in operands], [bias for _, _, bias, _ in operands]
+    x, grad = operands[0][0], operands[-1][-1]
+    found = []
+    for there in (lambda y: y, lambda y: nf.to_device(y, "cuda")):
+        given = there(x), list(map(there, weights)), list(map(there, biases)), "tanh"
+        value = nf.mlp(*given)
+        d_x, d_weights, d_biases = nf.mlp_bwd(there(grad), *given, needs=("x", "weights", "biases"))
+        found.append([nf.to_numpy(y) for y in (value, d_x, *d_weights, *d_biases)])
+    assert "network backward" in nf.last_call().kernel, nf.last_call()
+    compare(found[1], found[0], {"float64": 1e-12, "float32": 1e-4}.get(name, 5e-2))
+    print(name, points, widths, "done", flush=True)
 
 
 def results(

@@ -73,8 +73,8 @@ def perceptron_is_whole(x: Any, weights: Any, biases: Any, how: tuple[Any, ...])
     """Return whether one kernel makes the value of such tensors, and one the gradients."""
     if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
         return False
-    groups = [None if y is None else _detached(y) for y in (weights, biases)]
-    found: bool = on_cuda().perceptron_is_whole(own_values(x), *groups, how)
+    # (of the others nothing but shapes and dtypes is read)
+    found: bool = on_cuda().perceptron_is_whole(own_values(x), weights, biases, how)
     return found
 
 
@@ -108,7 +108,8 @@ def _on_device(chain: Chain) -> Tensor | None:
     there = [y for y in (chain.x, *weights, *biases) if y is not None]
     if any(y.dtype != chain.x.dtype or y.device != chain.x.device for y in there):
         return None
-    if not perceptron_is_whole(chain.x, *_groups(call, weights, biases)):
+    hidden = call.activations[:-1], call.activations[-1], call.guard, call.backend
+    if not perceptron_is_whole(chain.x, weights, biases, hidden):
         return None
     made: Tensor = _apply_on_device(chain.x, *weights, *biases, call)
     return made

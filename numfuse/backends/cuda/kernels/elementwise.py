@@ -191,10 +191,12 @@ def _short_primitives() -> SimpleNamespace:
 
     @jit
     def tanh(x):  # type: ignore[no-untyped-def]
-        # 1 - 2 / (e^2x + 1) cancels near 0, where the series to x^5 is good to 2^-21
+        # 1 - 2 e / (1 + e) cancels near 0, where the series to x^5 is good to 2^-21. The slope, the
+        # bell at 2 x, has the same e and 1 + e: beside it they are computed once.
         square = x * x
         near = fused(x * square, fused(square, fifth, third), x)
-        far = fused(-two, reciprocal(one + power(two * log2e * x)), one)
+        e = power(absolute(two * x) * -log2e)
+        far = fused(-two * e, reciprocal(one + e), one)
         return copy_sign(select(absolute(x) < near_zero, near, far), x)  # of -0 too
 
     @jit
