@@ -453,20 +453,21 @@ CASES = [
         Case(f"network's value {dtype} {width}, {'backward' if backward else 'forward'}",
              network(dtype, (4, *[width] * layers, 3), backward, jet=False), HOPPER,
              ("mma.sync.aligned.m16n8k8.row.col.f64",) if dtype == "float64" else ("fma.rn.f32",))
-        for dtype, width, layers in (("float32", 64, 4), ("float64", 64, 4), ("float32", 128, 3))
-        for backward in (False, True)
+        for dtype, width, layers, backward in (
+            ("float32", 64, 4, True), ("float64", 64, 4, True), ("float32", 128, 3, False),
+        )
     ],
     *[
         Case(f"network's value {dtype} {widths}, {'backward' if backward else 'forward'}, {where}",
              network(dtype, widths, backward, jet=False, info=info), info,
              (f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", "ldmatrix"))
-        for dtype, kind, widths, info, where in (
-            ("bfloat16", "bf16", (64, 64, 64, 64, 64), HOPPER, "H200"),
-            ("float16", "f16", (3, 64, 64, 64, 1), HOPPER, "H200"),
-            ("float16", "f16", (64, 64, 64, 64), AMPERE, "A100"),
-            ("bfloat16", "bf16", (32, 32, 32, 32), ADA, "RTX 4090"),
+        for dtype, kind, widths, info, where, backward in (
+            ("bfloat16", "bf16", (64, 64, 64, 64, 64), HOPPER, "H200", False),
+            ("bfloat16", "bf16", (64, 64, 64, 64, 64), HOPPER, "H200", True),
+            ("float16", "f16", (3, 64, 64, 64, 1), HOPPER, "H200", True),
+            ("float16", "f16", (64, 64, 64, 64), AMPERE, "A100", True),
+            ("bfloat16", "bf16", (32, 32, 32, 32), ADA, "RTX 4090", False),
         )
-        for backward in (False, True)
     ],
     Case("network's value bfloat16 128, forward",
          network("bfloat16", (64, 128, 128, 128, 64), False, jet=False), HOPPER,
