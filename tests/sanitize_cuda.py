@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 import numfuse as nf
+from numfuse.adapters import cuda_whole
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.entry import forget
 from numfuse.backends.cuda.driver.devices import device
@@ -138,11 +139,13 @@ def network(name: str, points: int, widths: tuple[int, ...], rng: Any) -> None:
     weights, biases = [w for _, w, _, _ in operands], [bias for _, _, bias, _ in operands]
     x, grad = operands[0][0], operands[-1][-1]
     found = []
-    for there in (lambda y: y, lambda y: nf.to_device(y, "cuda")):
-        given = there(x), list(map(there, weights)), list(map(there, biases)), "tanh"
-        value = nf.mlp(*given)
-        d_x, d_weights, d_biases = nf.mlp_bwd(there(grad), *given, needs=("x", "weights", "biases"))
-        found.append([nf.to_numpy(y) for y in (value, d_x, *d_weights, *d_biases)])
+    needs = "x", "weights", "biases"
+    with mock.patch.multiple(cuda_whole, ENABLED=True, HALF=True):
+        for there in (lambda y: y, lambda y: nf.to_device(y, "cuda")):
+            given = there(x), list(map(there, weights)), list(map(there, biases)), "tanh"
+            value = nf.mlp(*given)
+            d_x, d_weights, d_biases = nf.mlp_bwd(there(grad), *given, needs=needs)
+            found.append([nf.to_numpy(y) for y in (value, d_x, *d_weights, *d_biases)])
     assert "network backward" in nf.last_call().kernel, nf.last_call()
     compare(found[1], found[0], {"float64": 1e-12, "float32": 1e-4}.get(name, 5e-2))
     print(name, points, widths, "done", flush=True)
