@@ -129,7 +129,8 @@ globals().update(_Cuda().functions())
 _arrays_of = cuda_networks.arrays_of(sys.modules[__name__], _put)
 repeated = cuda_networks.chain_again
 network = cuda_networks.again(stacks.network(_arrays_of))
-perceptron_at_once, perceptron_is_whole = cuda_values.perceptron(_arrays_of)
+_values = cuda_values.Values(_arrays_of)
+perceptron_at_once, perceptron_is_whole = _values.at_once, _values.is_whole
 
 
 def _read(x: Any) -> tuple[Kind, Any, int]:

@@ -30,6 +30,7 @@ from numfuse.operations import Operation
 from numfuse.problem.networks import NetworkProblem
 from numfuse.problem.operands import output
 from numfuse.problem.results import NetworkGradients
+from numfuse.problem.shapes import merge_axes
 
 #: Networks of a call at most: the blocks of a grid along y.
 _MOST_NETWORKS = (1 << 16) - 1
@@ -207,14 +208,20 @@ def half_gradients(
     return d_weights, d_biases
 
 
-def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., Any], ...]:
-    """Return what runs networks, and what tells whether both directions of one go so.
+def _has_axes(x: Any, weights: Sequence[Any]) -> bool:
+    """Return whether x has more axes than rows and columns, and there is one network."""
+    single = all(len(getattr(w, "shape", ())) == 2 for w in weights)
+    return single and len(getattr(x, "shape", ())) > 2
 
-    The first returns a value or, with a cotangent, the gradients; None where layers run it.
-    """
 
-    def served(
-        x: Any, weights: Any, biases: Any, how: tuple[Any, ...], backward: bool,
+class Values:
+    """Networks on a device's arrays, by a kernel each; `arrays_of` is that of `cuda_networks`."""
+
+    def __init__(self, arrays_of: Callable[[str, Any], Arrays]) -> None:
+        self._arrays_of = arrays_of
+
+    def _served(
+        self, x: Any, weights: Any, biases: Any, how: tuple[Any, ...], backward: bool,
         grad: Any = None, moves: bool = False,
     ) -> Any:  # fmt: skip
         """Return the arrays' operations, the sizes, the activation and the number of networks.
@@ -233,7 +240,7 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
             shape = *((networks,) if networks else ()), x.shape[-2], widths[-1]
             if grad is not None and (tuple(grad.shape) != shape or grad.dtype != x.dtype):
                 return None
-            arrays = arrays_of("mlp", x)
+            arrays = self._arrays_of("mlp", x)
             info, dtype = device(arrays.place(x)).info, arrays.dtype(x).name
             if dtype in HALF_DTYPES and not cuda_whole.HALF:
                 return None
@@ -244,16 +251,45 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
             return None
         return arrays, sizes, hidden, networks
 
+    def _rows(self, x: Any) -> Any:
+        """Return a view whose leading axes are one; None where there is none."""
+        try:
+            ghost = self._arrays_of("mlp", x).ghost(x)
+        except (AttributeError, TypeError, ValueError):
+            return None
+        lengths, _ = merge_axes(ghost.shape[:-1], ghost.strides[:-1])
+        return x.reshape(prod(x.shape[:-1]), x.shape[-1]) if len(lengths) < 2 else None
+
     def at_once(
-        grad: Any, x: Any, weights: Any, biases: Any, how: tuple[Any, ...], needs: Sequence[str],
-        out: Any,
+        self, grad: Any, x: Any, weights: Any, biases: Any, how: tuple[Any, ...],
+        needs: Sequence[str], out: Any,
     ) -> Any:  # fmt: skip
-        """Return the value, or the gradients that are needed; None: layers run it."""
+        """Return the value or, with a cotangent, the gradients; None: layers run it."""
+        if not _has_axes(x, weights):
+            return self._of_rows(grad, x, weights, biases, how, needs, out)
+        lead = tuple(x.shape[:-1])
+        if out is not None or (grad is not None and tuple(grad.shape[:-1]) != lead):
+            return None
+        points, cotangents = self._rows(x), None if grad is None else self._rows(grad)
+        if points is None or (grad is not None and cotangents is None):
+            return None
+        found = self._of_rows(cotangents, points, weights, biases, how, needs, None)
+        if found is None:
+            return None
+        if grad is None:
+            return found.reshape(*lead, found.shape[-1])
+        return found._replace(d_x=None if found.d_x is None else found.d_x.reshape(*x.shape))
+
+    def _of_rows(
+        self, grad: Any, x: Any, weights: Any, biases: Any, how: tuple[Any, ...],
+        needs: Sequence[str], out: Any,
+    ) -> Any:  # fmt: skip
+        """Return what `at_once` does, of x with rows and columns alone, or of several networks."""
         if grad is not None and (out is not None or not needs):
             return None
         own = (None,) * len(weights) if biases is None else biases
         moves = "x" in needs
-        found = served(x, weights, own, how, grad is not None, grad, moves)
+        found = self._served(x, weights, own, how, grad is not None, grad, moves)
         if found is None:
             return None
         arrays, sizes, hidden, networks = found
@@ -279,9 +315,11 @@ def perceptron(arrays_of: Callable[[str, Any], Arrays]) -> tuple[Callable[..., A
         pairs = zip(("weights", "biases"), groups, strict=True)
         return NetworkGradients(d_x, *[tuple(y) if name in needs else None for name, y in pairs])
 
-    def is_whole(x: Any, weights: Any, biases: Any, how: tuple[Any, ...]) -> bool:
+    def is_whole(self, x: Any, weights: Any, biases: Any, how: tuple[Any, ...]) -> bool:
         """Return whether one kernel makes the value, and one the gradients."""
         biases = (None,) * len(weights) if biases is None else biases
-        return all(served(x, weights, biases, how, y) is not None for y in (False, True))
-
-    return at_once, is_whole
+        points = self._rows(x) if _has_axes(x, weights) else x
+        if points is None:
+            return False
+        both = [self._served(points, weights, biases, how, back) for back in (False, True)]
+        return None not in both

@@ -164,6 +164,22 @@ def test_any_strides_and_the_callers_own_result():
     case.close([found.d_x, *found.d_weights, *found.d_biases], case.backward(False))
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (1, 1), (3, 1, 2)])
+def test_leading_axes_of_x_are_rows_of_one_network(shape):
+    case = Case((2, 8, 8, 1), int(np.prod(shape)))
+    case.x, case.grad = case.x.reshape(*shape, 2), case.grad.reshape(*shape, 1)
+    case.check()
+
+
+def test_leading_axes_that_do_not_lie_as_rows_go_by_layers():
+    case = Case((2, 4, 1), 6)
+    x, weights, biases = case.there((case.x.reshape(3, 2, 2), case.weights, case.biases))
+    found = nf.mlp(x.transpose((1, 0, 2)), weights, biases)
+    assert "network" not in nf.last_call().kernel
+    wanted = case.forward(False).reshape(3, 2, 1).transpose(1, 0, 2)
+    case.close([found], [wanted])
+
+
 @pytest.mark.parametrize(
     ("more", "error", "words"),
     [
