@@ -127,10 +127,12 @@ fn nf_minimum(a: REAL, b: REAL) -> REAL {
     let smaller = select(a, b, b <= a);
     return select(select(smaller, b, nf_is_nan(b)), a, nf_is_nan(a));
 }""",
+    # (A choice, and not one mask or another: of a masked sum of bits that is chosen against x,
+    # llvmpipe of Mesa 26.2 makes one with its operands exchanged.)
     "nf_copysign": """\
 fn nf_copysign(magnitude: REAL, sign_of: REAL) -> REAL {
     let bits = bitcast<UINT>(magnitude) & MAGNITUDE_BITS;
-    return bitcast<REAL>(bits | (bitcast<UINT>(sign_of) & SIGN_BIT));
+    return bitcast<REAL>(select(bits, bits | SIGN_BIT, bitcast<UINT>(sign_of) >= SIGN_BIT));
 }""",
     # By fma where it is one rounding. Where it is two, it finds 0, and halves that are split by
     # bits, as no compiler can see through, have exact products: of 12 bits each, or 26 and 27. A

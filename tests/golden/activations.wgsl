@@ -13,7 +13,7 @@ fn nf_maximum(a: f32, b: f32) -> f32 {
 
 fn nf_copysign(magnitude: f32, sign_of: f32) -> f32 {
     let bits = bitcast<u32>(magnitude) & 0x7fffffffu;
-    return bitcast<f32>(bits | (bitcast<u32>(sign_of) & 0x80000000u));
+    return bitcast<f32>(select(bits, bits | 0x80000000u, bitcast<u32>(sign_of) >= 0x80000000u));
 }
 
 fn nf_product_low(a: f32, b: f32) -> f32 {

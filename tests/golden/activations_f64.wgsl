@@ -13,7 +13,7 @@ fn nf_maximum(a: f64, b: f64) -> f64 {
 
 fn nf_copysign(magnitude: f64, sign_of: f64) -> f64 {
     let bits = bitcast<u64>(magnitude) & 0x7ffffffffffffffflu;
-    return bitcast<f64>(bits | (bitcast<u64>(sign_of) & 0x8000000000000000lu));
+    return bitcast<f64>(select(bits, bits | 0x8000000000000000lu, bitcast<u64>(sign_of) >= 0x8000000000000000lu));
 }
 
 fn nf_product_low(a: f64, b: f64) -> f64 {
