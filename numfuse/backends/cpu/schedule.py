@@ -295,7 +295,7 @@ class _Schedule:
                 after[i].append(
                     descriptors.product(left, right, row, slots, self.threads, members, summed)
                 )
-        phases += [*after, copies]
+        phases += [*after, copies] if copies else after
         return [[plan for plan in phase if plan is not None] for phase in phases]
 
     def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
