@@ -107,7 +107,7 @@ def test_a_repeated_call_on_threads_opens_few_more():
         ("backward", 62, 167),
         ("backward, residual", 74, 219),
         ("gate, named", 38, 54),
-        ("gate backward", 41, 75),
+        ("gate backward", 43, 77),
         ("double backward", 67, 260),
         ("tangent", 51, 114),
     ],

@@ -158,9 +158,9 @@ FIRST = {
     "residual_bwd": (142, 755),
     "layer_double_bwd": (140, 1630),
     "layer_jvp": (124, 780),
-    "gate": (105, 330),
+    "gate": (108, 330),
     "gate_bwd": (103, 470),
-    "gelu_mul": (105, 330),
+    "gelu_mul": (108, 330),
 }
 
 
