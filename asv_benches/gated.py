@@ -256,9 +256,11 @@ def beside_jax(bench: Bench, dtype: str, m: int, k: int, n: int) -> None:
             "jax.jit": lambda f=theirs, x=there[first:]: jax.block_until_ready(f(*x)),
         }
         found = {way: call() for way, call in calls.items()}
-        exact = two_again(*(x.double() for x in (grad, a, gate, up)))
-        if name == "forward":
-            exact = (two_forward(*(x.double() for x in (a, gate, up))),)
+        wide = [x.double() for x in (grad, a, gate, up)]
+        if name == "backward":
+            exact = two_again(*wide)
+        else:
+            exact = (two_forward(*wide[1:]),)
             found = {way: (y,) for way, y in found.items()}
         theirs_there = tuple(torch.from_dlpack(y) for y in found["jax.jit"])
         errors = error(found["numfuse"], exact), error(theirs_there, exact)

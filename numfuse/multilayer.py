@@ -188,22 +188,21 @@ def mlp_bwd(
     call = Chain("mlp_bwd", x, weights, biases, activation, final, guard, backend)
     if kept is not None:
         check_kept(kept, len(call.layers), call.x)
-    net, targets = call.net, dict[str, Any]()
-    if net is not None:
-        given = as_plain("grad", array_of(grad))
-        grad = call.cast("grad", shaped(given, "grad", net.shapes[0]))
-        others = {**net.given, "grad": given}
-        shapes = net.operand_shapes
-        targets = network_outputs(out, NEEDS, wanted, shapes, net.dtype, others, lambda _, y: y)
-        whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
-        found = None if whole is None else whole(net, (grad,), wanted, targets, repeat, stacks)
-        if found is not None:
-            d_x, pairs = found
-            return stored_gradients(net, d_x, pairs, wanted, targets)
-        if kept is None:
-            call.run(kept := Kept([], []))
-    else:
+    net = call.net
+    if net is None:
         return _gradients(call, grad, kept, wanted, out)
+    given = as_plain("grad", array_of(grad))
+    grad = call.cast("grad", shaped(given, "grad", net.shapes[0]))
+    others = {**net.given, "grad": given}
+    shapes = net.operand_shapes
+    targets = network_outputs(out, NEEDS, wanted, shapes, net.dtype, others, lambda _, y: y)
+    whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
+    found = None if whole is None else whole(net, (grad,), wanted, targets, repeat, stacks)
+    if found is not None:
+        d_x, pairs = found
+        return stored_gradients(net, d_x, pairs, wanted, targets)
+    if kept is None:
+        call.run(kept := Kept([], []))
     d_x, d_weights, d_biases = call.back(grad, kept, wanted)
     pairs = [
         [None if group is None else group[i] for group in (d_weights, d_biases)]

@@ -52,6 +52,17 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def torch_on_a_gpu() -> Any:
+    """Return PyTorch, for a file that has tensors of a GPU; skip it where there is none."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    status = nf.backends()["cuda"]
+    if not status:
+        unavailable("cuda", str(status))
+    if SIMULATED or not torch.cuda.is_available():
+        pytest.skip("PyTorch has no GPU here", allow_module_level=True)
+    return torch
+
+
 def unavailable(name: str, reason: str) -> NoReturn:
     """Skip a test, or a file, for want of a backend or an adapter; fail where it is required."""
     if name in REQUIRED:

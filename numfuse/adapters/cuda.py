@@ -25,6 +25,7 @@ from numfuse.adapters.signatures import (
     JetSignature,
     PublicFunctions,
     Signature,
+    arguments_of,
 )
 from numfuse.backends import load
 
@@ -59,6 +60,7 @@ __all__ = [
     "network",
     "perceptron_at_once",
     "perceptron_is_whole",
+    "repeated",
     "run",
     "synchronize",
     "to_numpy",
@@ -96,10 +98,7 @@ def checked(
 
 def _called(made: Callable[[Any], FusedSignature | JetSignature]) -> Callable[..., Any]:
     """Return what is called as :meth:`Operation.other` is, by the signature of an operation."""
-
-    def arguments(operation: Any, *call: Any) -> tuple[Any, dict[str, Any]]:
-        signature = made(operation)
-        return signature, signature.arguments(*call[:-1])
+    arguments = arguments_of(made)
 
     def called(
         operation: FusedOperation | JetOperation,

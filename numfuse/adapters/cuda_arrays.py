@@ -168,8 +168,8 @@ class CuPy(Kind):
         return make
 
     def part(self, made: Any, at: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        steps, size = [s * made.itemsize for s in strides], made.dtype
-        return self._cupy.ndarray(shape, size, made.data + at * made.itemsize, steps)
+        steps = [s * made.itemsize for s in strides]
+        return self._cupy.ndarray(shape, made.dtype, made.data + at * made.itemsize, steps)
 
 
 class Numba(Interface):

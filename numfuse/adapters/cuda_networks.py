@@ -7,6 +7,7 @@ its current stream, in a capture too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -172,7 +173,7 @@ def again(long: Callable[..., Any]) -> Callable[..., Any]:
                 return call()
             kept = len(keep.inputs), len(keep.sums)
             arrays += [*keep.inputs, *keep.sums, keep.whole]
-        rest = kept, tuple(needs), cuda_whole.ENABLED
+        rest = kept, tuple(needs), _switches()
         try:
             mark = marks.mark(kind, weights, biases, how, form, *rest)
         except (TypeError, ValueError):  # the long way says what is wrong
@@ -180,18 +181,20 @@ def again(long: Callable[..., Any]) -> Callable[..., Any]:
         if mark is None:
             return call()
 
-        def formulas() -> Iterable[Any]:
-            activation, final, *_ = how
-            every = [*marks.several(activation), final]
-            return [e for f in every for e in get(f).formulas()]
-
-        return repeated(mark, arrays, how[-1], formulas, call)
+        activation, final, _, backend = how
+        formulas = partial(_formulas, [*marks.several(activation), final])
+        return repeated(mark, arrays, backend, formulas, call)
 
     return run
 
 
 def _switches() -> tuple[bool, bool]:
     return cuda_whole.ENABLED, cuda_whole.HALF
+
+
+def _formulas(activations: Iterable[Any]) -> list[Any]:
+    """Return the formulas with which a network's program goes."""
+    return [e for f in activations for e in get(f).formulas()]
 
 
 def chain_again(
@@ -201,8 +204,4 @@ def chain_again(
     weights, biases, activations = zip(*chain.layers, strict=True)
     arrays = [chain.x, *weights, *biases, *others]
     mark = tuple(map(marks.function, activations)), chain.guard, options, _switches()
-
-    def formulas() -> Iterable[Any]:
-        return [e for f in activations for e in get(f).formulas()]
-
-    return repeated(mark, arrays, chain.backend, formulas, long)
+    return repeated(mark, arrays, chain.backend, partial(_formulas, activations), long)

@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from numfuse.activations import Activation, get
 from numfuse.adapters import cuda_whole
-from numfuse.adapters.signatures import Signature
+from numfuse.adapters.signatures import Signature, arguments_of
 from numfuse.adapters.stacks import Array, Arrays
 from numfuse.backends import latest
 from numfuse.backends.cuda.call.entry import run
@@ -129,9 +129,7 @@ def _operation(layers: int, backward: bool) -> ValueOperation:
     return ValueOperation(layers, backward)
 
 
-def _arguments(operation: ValueOperation, *call: Any) -> tuple[_Signature, dict[str, Any]]:
-    signature = _Signature(operation)
-    return signature, signature.arguments(*call[:-1])
+_arguments = arguments_of(_Signature)
 
 
 def _form(
@@ -303,15 +301,10 @@ class Values:
         made = run(operation, (*operands, grad), hidden, flags, (), None, backend, _arguments)
         d_x, flat = made
 
-        def compact(y: Array) -> Array:
-            target = arrays.empty(x, tuple(y.shape))
-            arrays.copy(y, target)
-            return target
-
         if isinstance(sizes, HalfSizes):
-            groups: Any = half_gradients(flat, sizes, own, compact)
+            groups: Any = half_gradients(flat, sizes, own, arrays.compact)
         else:
-            groups = cuda_whole.gradients(flat, sizes, own, compact)
+            groups = cuda_whole.gradients(flat, sizes, own, arrays.compact)
         pairs = zip(("weights", "biases"), groups, strict=True)
         return NetworkGradients(d_x, *[tuple(y) if name in needs else None for name, y in pairs])
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.activations import Activation, get
-from numfuse.adapters.signatures import JetSignature
+from numfuse.adapters.signatures import JetSignature, arguments_of
 from numfuse.backends import latest
 from numfuse.backends.cuda.call.entry import run
 from numfuse.backends.cuda.driver.devices import device
@@ -97,9 +97,7 @@ def _operation(layers: int, backward: bool) -> NetworkOperation:
     return NetworkOperation(layers, backward)
 
 
-def _arguments(operation: NetworkOperation, *call: Any) -> tuple[_Signature, dict[str, Any]]:
-    signature = _Signature(operation)
-    return signature, signature.arguments(*call[:-1])
+_arguments = arguments_of(_Signature)
 
 
 class Whole:
@@ -124,12 +122,6 @@ class Whole:
         kept = self._run(None, shape, tuple(out))[3]
         return kept
 
-    def _compact(self, x: Array) -> Array:
-        """Return a copy in C order."""
-        made = self._of.empty(tuple(x.shape))
-        self._of.arrays.copy(x, made)
-        return made
-
     def backward(
         self, grads: Sequence[Array | None], kept: Array | None, *_: Any
     ) -> tuple[None, list[Array | None], list[Array | None]]:
@@ -140,7 +132,7 @@ class Whole:
         of, s = self._of, self._sizes
         given = [None if y is not None and 0 in y.shape else y for y in grads]
         (flat,) = self._run([*given, kept], s.flat, None)
-        return None, *gradients(flat, s, of.biases, self._compact)
+        return None, *gradients(flat, s, of.biases, of.arrays.compact)
 
 
 def gradients(

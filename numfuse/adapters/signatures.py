@@ -101,6 +101,19 @@ class Signature:
         return self._operation.problem(**taken)
 
 
+def arguments_of(made: Callable[[Any], Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Return what makes a call's signature, by `made`, and its arguments, of an operation's call.
+
+    It is called as :meth:`numfuse.operations.Operation.other` is, with more behind.
+    """
+
+    def arguments(operation: Any, *call: Any) -> tuple[Any, dict[str, Any]]:
+        signature = made(operation)
+        return signature, signature.arguments(*call[:-1])
+
+    return arguments
+
+
 class FusedSignature(Signature):
     """The arguments of a fused operation, whose problem is made of ghosts: no array is copied."""
 

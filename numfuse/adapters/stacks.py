@@ -111,6 +111,12 @@ class Arrays:
         """Write x + y."""
         elementwise(_sum, x, y, out=out)
 
+    def compact(self, x: Array) -> Array:
+        """Return a copy in C order."""
+        made = self.empty(x, tuple(x.shape))
+        self.copy(x, made)
+        return made
+
     def jet(self, operation: Any, *call: Any) -> Any:
         """Return the results of a layer's operation."""
         return operation(*call)

@@ -7,16 +7,11 @@ import warnings
 
 import numpy as np
 import pytest
-from conftest import SIMULATED, unavailable
+from conftest import torch_on_a_gpu
 
 import numfuse as nf
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-status = nf.backends()["cuda"]
-if not status:
-    unavailable("cuda", str(status))
-if SIMULATED or not torch.cuda.is_available():
-    pytest.skip("PyTorch has no GPU here", allow_module_level=True)
+torch = torch_on_a_gpu()
 
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 

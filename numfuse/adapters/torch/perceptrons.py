@@ -108,16 +108,18 @@ def _on_device(chain: Chain) -> Tensor | None:
     there = [y for y in (chain.x, *weights, *biases) if y is not None]
     if any(y.dtype != chain.x.dtype or y.device != chain.x.device for y in there):
         return None
-    hidden = call.activations[:-1], call.activations[-1], call.guard, call.backend
-    if not perceptron_is_whole(chain.x, weights, biases, hidden):
+    if not perceptron_is_whole(chain.x, weights, biases, _how(call)):
         return None
     made: Tensor = _apply_on_device(chain.x, *weights, *biases, call)
     return made
 
 
 def _groups(call: ValueCall, weights: _Given, biases: _Given) -> tuple[Any, ...]:
-    hidden, final = call.activations[:-1], call.activations[-1]
-    return _detached(weights), _detached(biases), (hidden, final, call.guard, call.backend)
+    return _detached(weights), _detached(biases), _how(call)
+
+
+def _how(call: ValueCall) -> tuple[Any, ...]:
+    return call.activations[:-1], call.activations[-1], call.guard, call.backend
 
 
 class _DeviceValue(Function):

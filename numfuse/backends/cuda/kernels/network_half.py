@@ -202,17 +202,22 @@ def inside(value, near, width, place):
     return select(near + place < width, value, ZERO)
 
 
+def multiply(sums, given, left, weights, bias, first):
+    """Make the sums of 16 columns of a hidden layer: of x where it is the first, else of `left`."""
+    start(sums, bias)
+    if first:
+        MULTIPLY_FIRST(sums, given, weights)
+    else:
+        MULTIPLY(sums, left, weights)
+
+
 def hidden(sums, given, left, made, weights, bias, near, width, first):
     """Make what a hidden layer gives: of x where it is the first, else of what the last one gave.
 
     `weights` and `bias` are where this lane reads them.
     """
     for j in unrolled(WIDTH // 16):
-        start(sums, bias + j * 64)
-        if first:
-            MULTIPLY_FIRST(sums, given, weights + j * 32)
-        else:
-            MULTIPLY(sums, left, weights + j * 32)
+        multiply(sums, given, left, weights + j * 32, bias + j * 64, first)
         for i in unrolled(PIECES):
             for h in unrolled(2):
                 for r in unrolled(2):

@@ -27,7 +27,7 @@ from numfuse.backends.cuda.kernels.network_fragments import (
     poke_word,
     store_real_if,
 )
-from numfuse.backends.cuda.kernels.network_half import Steps, column_of, inside, prepare, start
+from numfuse.backends.cuda.kernels.network_half import Steps, column_of, inside, multiply, prepare
 from numfuse.backends.cuda.kernels.network_passes import width_of
 
 
@@ -55,11 +55,7 @@ def leave_cotangents(at, tail):
 def ahead(sums, given, left, made, weights, bias, to, slopes, near, width, first):
     """Make what a hidden layer gives, and leave it and the slopes in shared memory."""
     for j in unrolled(WIDTH // 16):
-        start(sums, bias + j * 64)
-        if first:
-            MULTIPLY_FIRST(sums, given, weights + j * 32)
-        else:
-            MULTIPLY(sums, left, weights + j * 32)
+        multiply(sums, given, left, weights + j * 32, bias + j * 64, first)
         for i in unrolled(PIECES):
             for h in unrolled(2):
                 for r in unrolled(2):

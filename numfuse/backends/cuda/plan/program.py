@@ -243,21 +243,6 @@ class Program:
         self._seen: dict[tuple[int, ...], int] = {}
 
     @property
-    def launches(self) -> tuple[tuple[Any, tuple[tuple[int, int], ...]], ...]:
-        """Return the launches, each with (buffer, offset) of its addresses."""
-        return self._launches
-
-    @property
-    def scratch_at(self) -> int:
-        """Return where the tiers' own workspace begins."""
-        return self._work
-
-    @property
-    def scratch(self) -> int:
-        """Return the bytes of that."""
-        return self._scratch
-
-    @property
     def native(self) -> tuple[int, int, int, int]:
         """Bytes of memory and of those the first base's; where the plan and its bases are, or 0."""
         there = bool(self._launches)
@@ -348,19 +333,19 @@ def joined(device: Device, parts: Sequence[Part], work: int, arrays: int) -> Pro
     The first `work` bytes of the workspace are buffer 0 of `Part.where`, where the arrays begin at
     2. What a part has as a workspace of its own lies behind them, for all parts in the same place.
     """
-    scratch = max(part.program.scratch_at + part.program.scratch for part in parts)
+    most = max(part.program.nbytes for part in parts)
     launches = []
     for part in parts:
         program = part.program
-        own = [(0, work), (0, work + program.scratch_at), *part.where]
-        for prepared, refs in program.launches:
+        own = [(0, work), (0, work + program._work), *part.where]
+        for prepared, refs in program._launches:
             there = tuple([(own[b][0], own[b][1] + offset) for b, offset in refs])
             # (the words of its arguments are those of one place among the launches)
             launches.append((device.prepare(prepared.launch), there))
     chief = max((p.program.chief for p in parts if p.program.chief), default=None, key=_work_of)
     tiers = " + ".join(dict.fromkeys(p.program.tiers for p in parts))
     held = tuple(x for part in parts for x in part.program.held)
-    return Program(device, tuple(launches), work + scratch, 0, tiers, chief, arrays, held)
+    return Program(device, tuple(launches), work + most, 0, tiers, chief, arrays, held)
 
 
 def _work_of(chief: tuple[int, str, Any]) -> int:
