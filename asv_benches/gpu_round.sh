@@ -3,12 +3,12 @@
 #
 #     asv_benches/gpu_round.sh OUT [PART ...]
 #
-# Parts: tests networks tiles webgpu laplacian gated sweep (all of them by default). Each writes a
+# Parts: tests networks tiles webgpu laplacian gated modules sweep (all of them by default). Each writes a
 # log into the folder OUT. Kernels are compiled ahead, many at once, so that timed steps find them.
 set -u
 out=$(realpath -m "${1:?the folder for logs}")
 shift
-parts=" ${*:-tests networks tiles webgpu laplacian gated sweep} "
+parts=" ${*:-tests networks tiles webgpu laplacian gated modules sweep} "
 here=$(dirname "$(realpath "$0")")
 mkdir -p "$out"
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -19,8 +19,9 @@ want() { [[ $parts == *" $1 "* ]]; }
 limited() {
     local seconds=$1 log=$2
     shift 2
-    timeout "$seconds" "$@" >> "$out/$log.log" 2>&1
-    echo "$(date +%T) $log: status $?"
+    timeout -s INT -k 15 "$seconds" "$@" >> "$out/$log.log" 2>&1  # so that pytest tells its failures
+    local status=$?
+    echo "$(date +%T) $log: status $status"
 }
 python="python3 -W ignore"
 tiles32="64,8,128,2 64,4,256,2 64,4,256,2/64,8,128,2 64,8,128,2/64,4,256,2"
@@ -28,7 +29,7 @@ tiles128="128,8,256,1 128,8,128,2/128,8,256,1"
 tiles64="64,4,256,1 64,4,128,2/64,4,256,1"
 
 if want tests; then
-    limited 200 tests $python -m pytest -p no:cacheprovider -o addopts="" -n 12 -m "" -q --tb=short \
+    limited 150 tests $python -m pytest -p no:cacheprovider -o addopts="" -n 12 -m "" -q -rf --tb=short \
         --dist=worksteal "$here"/../tests/cuda/test_*{series,half_networks,values,jets,networks}.py \
         "$here/../tests/webgpu/test_webgpu_networks.py" "$here/../tests/conformance/test_networks.py" \
         -k "not cpu and not reference"
@@ -55,11 +56,17 @@ if want webgpu; then
     limited 60 webgpu $python jets.py --webgpu --seconds 1
 fi
 if want laplacian; then
-    limited 120 laplacian $python jets_gpu.py --only Laplacian --folx --seconds 0.7 --no-compile
+    limited 100 laplacian $python jets_gpu.py --only Laplacian --folx --seconds 0.7 --no-compile
 fi
 if want gated; then
     limited 60 gated $python gated.py --device cuda --dtypes float64 --shapes 4096x1024x2816 700x500x900 --rounds 5
+    limited 100 gated $python gated.py --device cuda --dtypes bfloat16 --shapes 8192x2048x5632 333x1000x777 \
+        --compile --autotune --rounds 7
+    limited 40 gated $python webgpu.py --gated 4096,256,704 8192,64,1024 2048,1024,2816
     limited 60 gated $python gated.py --device cuda --only-jax --dtypes bfloat16 float32 --shapes 8192x2048x5632 --rounds 7
+fi
+if want modules; then
+    limited 60 modules $python uses.py --device cuda --only SwiGLU
 fi
 if want sweep; then
     limited 600 sweep $python cuda_sweep.py --minutes 9 --into "$out/sweep.json"

@@ -386,7 +386,7 @@ def block(
 #: threads of a block and blocks of a multiprocessor. Two blocks do their passes while the other one
 #: multiplies; where two do not fit, one has twice the threads.
 NETWORK_TILES = {
-    "float32": ((32, 4, 128, 2), (64, 8, 128, 2), (96, 4, 384, 1), (128, 8, 256, 1)),
+    "float32": ((32, 4, 128, 2), (64, 4, 256, 2), (96, 4, 384, 1), (128, 8, 256, 1)),
     "float64": ((32, 4, 128, 2), (64, 4, 256, 1)),
 }
 #: Those of a forward where they are others: its blocks keep one tile of rows.
