@@ -253,7 +253,8 @@ def gated(m, n, k, dtype, *, results=("out",), biases=True, grad=False, alignmen
     given |= {"y1": operand(dtype, k, n, alignment=alignment)}
     return Product(
         m, n, k, 1, operand(dtype, m, k, alignment=alignment),
-        operand(dtype, k, n, alignment=alignment), accumulator="float32",
+        operand(dtype, k, n, alignment=alignment),
+        accumulator="float64" if dtype == "float64" else "float32",
         epilogue=whole.without(*{"bias", "bias1"} - set(operands)), **given, **others,
     )  # fmt: skip
 
@@ -501,6 +502,14 @@ CASES = [
     taken("wgmma bf16, two sums of any alignment", WGMMA,
           gated(1333, 1777, 1000, "bfloat16", results=("out", "pre", "pre1"), alignment=2),
           HOPPER),
+    *[taken(f"{dtype}, two sums, {'gradients' if grad else 'three results'}", tier,
+            gated(4096, 2816, 1024, dtype, results=("out", "pre", "pre1")[: 3 - grad], grad=grad,
+                  whole=True), info, (instruction,))
+      for dtype, tier, instruction in (("float64", TENSOR_CORES, "mma.sync.aligned"),
+                                       ("float32", CORES, "fma.rn.f32"))
+      for grad in (False, True) for info in (HOPPER, AMPERE)],
+    taken("float64, two sums of a small layer", TENSOR_CORES,
+          gated(700, 900, 500, "float64", biases=False, whole=True), HOPPER),
     taken("wgmma bf16, two terms", WGMMA,
           replace(product(8192, 2048, 5632, "bfloat16", y_turned=True),
                   x1=operand("bfloat16", 8192, 5632), y1=operand("bfloat16", 5632, 2048, True)),

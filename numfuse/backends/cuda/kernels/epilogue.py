@@ -17,7 +17,8 @@ def formula_of(product: Product, short: bool) -> Formula:
 
     It gives the result and, where that is stored too, the pre-activation.
     """
-    arguments = ("z", "bias", product.extra_name)
+    biases = ("z", "z1", "bias", "bias1") if product.has_two_sums else ("z", "bias")
+    arguments = (*biases, product.extra_name)
     return formula(product.epilogue, arguments, product.accumulator, short=short)
 
 
@@ -28,6 +29,8 @@ def parts_of(product: Product) -> dict[str, Any]:
         "BIAS": p.bias is not None,
         "EXTRA": p.extra is not None,
         "PRE": p.pre is not None,
+        "BIAS1": p.bias1 is not None,
+        "PRE1": p.pre1 is not None,
         "SUMS": p.sums,
         "EPILOGUE": formula_of(p, is_short(p.accumulator, p.out.dtype)),
     }
@@ -51,6 +54,10 @@ def finish_of(product: Product, out: str, count: int = 1) -> dict[str, Any]:
     }
     if product.bias is not None:
         found["LOAD_BIAS"] = accesses.load(product.bias.dtype, 1, acc)
+    if product.bias1 is not None:
+        found["LOAD_BIAS1"] = accesses.load(product.bias1.dtype, 1, acc)
+    if product.pre1 is not None:
+        found["STORE_PRE1"] = store(product.pre1.dtype, count, acc)
     if product.extra is not None:
         repeats = count > 1 and not product.extra.strides[2]
         load = accesses.load_repeated if repeats else accesses.load

@@ -24,7 +24,7 @@ from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
-from numfuse.backends.cuda.plan.tiers import stay_whole, takes_rich
+from numfuse.backends.cuda.plan.tiers import stay_whole, takes_pairs, takes_rich
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import inputs as leaves_of
 from numfuse.language.curves import leaf, rebuilt, replace_leaves
@@ -223,7 +223,7 @@ class _Elements:
         p, storage = self.p, self.p.dtype.name
         names = p.epilogue.accumulators
         pairs = [pair for name in names for pair in p.sums[name]]
-        if not takes_rich(storage, self.rec.device.info):
+        if not takes_pairs(storage, self.rec.device.info, self.rec.precision):
             return False
         if self.summed or not 1 <= len(self.results) <= 3 or not len(names) == len(pairs) == 2:
             return False
@@ -264,7 +264,7 @@ class _Elements:
         how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
         epilogue = self._epilogue(results, ("z", "z1")[: len(accumulators)])
         # a sum has the bits that it has beside another one, in one product
-        sizes = p.m, p.n, k, prod(p.batch)
+        sizes = self.rec.precision, p.m, p.n, k, prod(p.batch)
         whole = p.width > 1 and stay_whole(p.dtype.name, self.rec.device.info, *sizes)
         table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=sums, whole=whole)
         if chunks < 0:  # and numbers that it would have read are stored in vain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
 from numfuse.backends.cuda.kernels.ampere.simt import CORES
 from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
@@ -19,18 +20,40 @@ from numfuse.epilogues import sum_of_terms
 TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
 
 
+#: Rows above which two sums in float32 and float64 are made at once: fewer have kernels of their
+#: own (`FEW_ROWS`, and float64's clusters), and K from which on: below it products have, too.
+_PAIR_ROWS, _PAIR_K = 64, 9
+
+
 def takes_rich(dtype: str, info: DeviceInfo) -> bool:
     """Return whether a tier of this device takes rich products of factors of a dtype."""
     return dtype in HALF and available(info)
 
 
-def stay_whole(dtype: str, info: DeviceInfo, m: int, n: int, k: int, places: int) -> bool:
+#: The tiers that take rich products.
+_RICH = WGMMA, CORES, TENSOR_CORES
+
+
+def takes_pairs(dtype: str, info: DeviceInfo, precision: str) -> bool:
+    """Return whether a tier takes products of two sums."""
+    exact = dtype == "float64" or (dtype == "float32" and precision == "ieee")
+    return takes_rich(dtype, info) or (exact and info.capability >= (8, 0))
+
+
+def stay_whole(
+    dtype: str, info: DeviceInfo, precision: str, m: int, n: int, k: int, places: int
+) -> bool:
     """Return whether sums of which a tier makes two at once are in one piece, alone as well.
 
     Two at once fill twice the blocks. Where even these leave a device idle, each is cut by itself.
     """
-    if not takes_rich(dtype, info):
+    if not takes_pairs(dtype, info, precision):
         return False
+    if dtype not in HALF:
+        tiles = tiling.CORE_BLOCKS if dtype == "float32" else tiling.DOUBLE_BLOCKS
+        if m <= _PAIR_ROWS or k < _PAIR_K:
+            return False
+        return tiling.block(tiles, m, 2 * n, k, places, False, info.multiprocessors)[2] == 1
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)
     sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors
     return hopper_cut(*sizes, False, nbytes) is None
@@ -39,17 +62,18 @@ def stay_whole(dtype: str, info: DeviceInfo, m: int, n: int, k: int, places: int
 def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
     """The first tier that takes it, and how it runs it; None of one that no tier takes.
 
-    One tier takes rich products, and those alone of which it also takes the bare one: a sum has the
-    same bits whatever is made of it, and whether it is made with another one or not; so none of a
-    sum that is cut alone is in one piece here.
+    A tier takes those rich products alone of which it also takes the bare one: a sum has the same
+    bits whatever is made of it, and whether it is made with another one or not; so none of a sum
+    that is cut alone is in one piece here.
     """
     if product.is_rich:
         nothing = dict.fromkeys(("x1", "y1", "bias", "bias1", "extra", "pre", "pre1"))
         single = replace(product, epilogue=sum_of_terms(0), **nothing)  # type: ignore[arg-type]
         alone = choose(single, info) if product.k else None
-        same = alone is not None and alone[0] is WGMMA and (product.free or alone[1].parts == 1)
-        plan = WGMMA.take(product, info) if same else None
-        return None if plan is None else (WGMMA, plan)
+        tier = alone[0] if alone is not None else MIRROR
+        same = alone is not None and (product.free or alone[1].parts == 1)
+        plan = tier.take(product, info) if same and tier in _RICH else None
+        return None if plan is None else (tier, plan)
     for tier in TIERS if product.k else (MIRROR,):
         plan = tier.take(product, info)
         if plan is not None:

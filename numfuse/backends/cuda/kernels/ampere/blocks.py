@@ -24,6 +24,7 @@ from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of
+from numfuse.backends.cuda.kernels.ampere.epilogue import Second
 from numfuse.backends.cuda.kernels.ampere.gemm import block_product
 from numfuse.backends.cuda.kernels.ampere.registers import add, add_kept, clear, keep
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover
@@ -104,7 +105,8 @@ def build(product: Product, block: Block, name: str) -> Kernel:
     # columns of a thread in the epilogue
     values = 16 // intrinsics.itemsize(acc)
     tile, threads = engine.tile, engine.tile.threads
-    columns = tile.block_n // values
+    width = tile.block_n // (1 + product.has_two_sums)
+    columns = width // values
     row_step = threads // columns
     # rows of the epilogue whose loads are on their way together
     rows = max(1, min(2, engine.pass_rows // (row_step * block.cluster)))
@@ -125,6 +127,9 @@ def build(product: Product, block: Block, name: str) -> Kernel:
         "WAIT_ALL": accesses.fetch_wait(0),
         "ROWS": rows,
         "ROW_STEP": row_step,
+        "COLUMNS": width,
+        "TWO_SUMS": product.has_two_sums,
+        "GAP_BITS": engine.y.gap.bit_length() - 1,
         "COLUMN_THREADS": columns,
         "COLUMN_BITS": columns.bit_length() - 1,
         "COLUMN_FIRST": values if block.wide else 1,
@@ -146,8 +151,26 @@ def build(product: Product, block: Block, name: str) -> Kernel:
 
 # --- plans ----------------------------------------------------------------------------------------
 def takes(product: Product, device: DeviceInfo) -> bool:
-    """Return whether cp.async and lengths of 32 bits, which every tier here needs, are there."""
-    return device.capability >= (8, 0) and max(product.m, product.n, product.k) < 1 << 30
+    """Return whether cp.async and lengths of 32 bits, which every tier here needs, are there.
+
+    Of rich products only those of two sums in one piece are taken.
+    """
+    p = product
+    if p.is_rich and (not p.has_two_sums or p.free or p.sums):
+        return False
+    return device.capability >= (8, 0) and max(p.m, p.n, p.k) < 1 << 30
+
+
+def paired(product: Product, fetch: Fetch) -> Fetch | None:
+    """Return how a right factor comes to a block: as one of two where there are two sums.
+
+    Return None where both cannot come in the same way.
+    """
+    if not product.has_two_sums:
+        return fetch
+    found = replace(fetch, paired=True)
+    whole = found.gap % (1 if fetch.along_k else fetch.values) == 0
+    return found if whole and found.gap * intrinsics.itemsize(product.accumulator) >= 16 else None
 
 
 def plan(
@@ -158,7 +181,7 @@ def plan(
     engine: Engine,
     name: str,
     before: tuple[Launch, ...] = (),
-    slots: tuple[Slot, Slot] = (Slot("x"), Slot("y")),
+    slots: tuple[Slot, ...] = (Slot("x"), Slot("y"), Slot("y1")),
     workspace: int = 0,
     first: int = 0,
     clustered: bool = False,
@@ -166,7 +189,7 @@ def plan(
     """The launches: what comes before, the product, and what makes a result of its sum's parts.
 
     The parts are planes in memory, or those of the blocks of a cluster (`clustered`). `before` uses
-    so many bytes of the workspace, where x and y may be (`slots`). What is made of the result
+    so many bytes of the workspace, where x, y and y1 may be (`slots`). What is made of the result
     begins at the column `first`.
     """
     tile = engine.tile
@@ -179,6 +202,11 @@ def plan(
     arguments = ARGUMENTS(
         x=in_bytes(slots[0], p.x),
         y=in_bytes(slots[1], p.y),
+        second=Second(
+            in_bytes(slots[-1], p.y1),
+            in_bytes(Slot("bias1"), p.bias1),
+            in_bytes(Slot("pre1"), p.pre1),
+        ),
         m=p.m,
         n=p.n,
         k=p.k,
@@ -188,7 +216,7 @@ def plan(
         first=first,
         **finishing(p, p.out, planes.slot, in_bytes),
     )
-    blocks = -(-p.m // tile.block_m) * -(-(p.n - first) // tile.block_n)
+    blocks = -(-p.m // tile.block_m) * -(-(p.n - first) // (tile.block_n // (1 + p.has_two_sums)))
     launch = Launch(
         build(p, block, f"{name} {p.epilogue.name}"),
         (blocks * p.places * parts * cluster, 1, 1),
@@ -208,7 +236,7 @@ def _block(
     values = 16 // intrinsics.itemsize(p.accumulator)
     # (an extra operand that repeats along a row is read once for all of them)
     extra = p.extra if p.extra is None or p.extra.strides[2] or p.n % values else None
-    wide = all(o is None or o.in_wholes(p.n, values) for o in (out, extra, p.pre))
+    wide = all(o is None or o.in_wholes(p.n, values) for o in (out, extra, p.pre, p.pre1))
     kept = tile.kept if long else ""
     block = Block(engine, out.dtype, wide, cluster, kept, tile.resident)
     taken = block.shared_bytes(p.accumulator) + RESERVED_BYTES

@@ -31,7 +31,25 @@ class Position:
     column0: Any
 
 
-def finish(total, memory, ends: Ends, summed, m, n, here: Position):
+@dataclass
+class Second:
+    """What a product of two sums has beside one of a single sum."""
+
+    #: The right factor of the second sum.
+    y: Array
+    #: Another operand as the bias is one, and a third result.
+    bias: Array
+    pre: Array
+
+
+def place_of(column):
+    """Where a column of the result lies among a block's sums, of two sums the first one's."""
+    if TWO_SUMS:
+        return i32(((column >> GAP_BITS) << (GAP_BITS + 1)) + (column & ((1 << GAP_BITS) - 1)))
+    return column
+
+
+def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Position):
     """The epilogue of a block: thread (c, r) has VALUES columns of every ROW_STEP-th row."""
     t = i32(cuda.threadIdx.x)
     c, r0 = i32(t & (COLUMN_THREADS - 1)), i32(t >> COLUMN_BITS)
@@ -39,6 +57,8 @@ def finish(total, memory, ends: Ends, summed, m, n, here: Position):
     column = i32(here.column0 + c * COLUMN_FIRST)
     first = i64(column)
     offset = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    offset1 = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    value1 = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     added = cuda.local.array(VALUES * ROWS, dtype=ACCUMULATOR)
     value = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     result = cuda.local.array(VALUES, dtype=ACCUMULATOR)
@@ -49,11 +69,17 @@ def finish(total, memory, ends: Ends, summed, m, n, here: Position):
             if column + v * COLUMN_STEP < n:
                 along = place * ends.bias.place + (first + v * COLUMN_STEP) * ends.bias.column
                 offset[v] = LOAD_BIAS(ends.bias.address + along)
+        if BIAS1:
+            offset1[v] = ACCUMULATOR(0)
+            if column + v * COLUMN_STEP < n:
+                along = place * second.bias.place + (first + v * COLUMN_STEP) * second.bias.column
+                offset1[v] = LOAD_BIAS1(second.bias.address + along)
     ends.out.address += here.plane * ends.out.place + first * ends.out.column
     ends.extra.address += place * ends.extra.place + first * ends.extra.column
     ends.pre.address += place * ends.pre.place + first * ends.pre.column
+    second.pre.address += place * second.pre.place + first * second.pre.column
     put_to = PUT_TO(t, memory)
-    take_from = i32(memory + r0 * PUT_PITCH + c * (COLUMN_FIRST * ACC_BYTES))
+    take_from = i32(memory + r0 * PUT_PITCH)
 
     turn = i32(0)
     while turn < PASSES:
@@ -72,33 +98,55 @@ def finish(total, memory, ends: Ends, summed, m, n, here: Position):
             for u in unrolled(ROWS):
                 row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
                 take_row = i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH)
-                if WIDE:
-                    taken = TAKE(take_row)
+                take_sums(value, take_row, c)
+                if TWO_SUMS:
+                    take_sums(value1, i32(take_row + (ACC_BYTES << GAP_BITS)), c)
                 for v in unrolled(VALUES):
-                    at = i32(take_row + v * (COLUMN_STEP * ACC_BYTES))
-                    value[v] = taken[v] if WIDE else TAKE(at)
-                for v in unrolled(VALUES):
-                    if PRE:
-                        result[v], value[v] = EPILOGUE(value[v], offset[v], added[u * VALUES + v])
+                    extra = added[u * VALUES + v]
+                    if TWO_SUMS:
+                        z, z1, bias, bias1 = value[v], value1[v], offset[v], offset1[v]
+                        if PRE1:
+                            result[v], value[v], value1[v] = EPILOGUE(z, z1, bias, bias1, extra)
+                        elif PRE:
+                            result[v], value[v] = EPILOGUE(z, z1, bias, bias1, extra)
+                        else:
+                            result[v] = EPILOGUE(z, z1, bias, bias1, extra)
+                    elif PRE:
+                        result[v], value[v] = EPILOGUE(value[v], offset[v], extra)
                     else:
-                        result[v] = EPILOGUE(value[v], offset[v], added[u * VALUES + v])
+                        result[v] = EPILOGUE(value[v], offset[v], extra)
                 if row < m:
                     if WIDE:
                         if column < n:
                             if PRE:
                                 STORE_PRE(cell(ends.pre, row, 0), value)
+                            if PRE1:
+                                STORE_PRE1(cell(second.pre, row, 0), value1)
                             STORE_OUT(cell(ends.out, row, 0), result)
                     else:
                         for v in unrolled(VALUES):
                             if column + v * COLUMN_STEP < n:
                                 if PRE:
                                     STORE_PRE(cell(ends.pre, row, v), value[v])
+                                if PRE1:
+                                    STORE_PRE1(cell(second.pre, row, v), value1[v])
                                 STORE_OUT(cell(ends.out, row, v), result[v])
                     if SUMS:
                         for v in unrolled(VALUES):
                             summed[v] = summed[v] + result[v]
             r = i32(r + CLUSTER * (ROWS * ROW_STEP))
         turn = i32(turn + 1)
+
+
+def take_sums(value, at, c):
+    """A thread's sums of a row, which lies at `at`."""
+    if WIDE:
+        taken = TAKE(i32(at + place_of(i32(c * COLUMN_FIRST)) * ACC_BYTES))
+        for v in unrolled(VALUES):
+            value[v] = taken[v]
+    else:
+        for v in unrolled(VALUES):
+            value[v] = TAKE(i32(at + place_of(i32(c + v * COLUMN_STEP)) * ACC_BYTES))
 
 
 def cell(array: Array, row, v):

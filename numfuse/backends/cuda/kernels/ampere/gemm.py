@@ -20,7 +20,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.ampere.epilogue import Position, finish, sum_columns
+from numfuse.backends.cuda.kernels.ampere.epilogue import Position, Second, finish, sum_columns
 
 i32, i64 = np.int32, np.int64
 
@@ -45,14 +45,16 @@ def block_at(block_rows, block_columns, parts, first):
     column = i32(quotient(within, group_rows))
     row = i32(group * GROUP + within - column * group_rows)
     place = i32(quotient(plane, parts))
-    return Position(plane, place, rank, row, i32(row * BLOCK_M), i32(first + column * BLOCK_N))
+    return Position(plane, place, rank, row, i32(row * BLOCK_M), i32(first + column * COLUMNS))
 
 
-def block_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, chain, first):
+def block_product(
+    x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k, part, parts, chain, first
+):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
     block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
-    block_columns = i32(quotient(n - first + (BLOCK_N - 1), BLOCK_N))
+    block_columns = i32(quotient(n - first + (COLUMNS - 1), COLUMNS))
     here: Position = block_at(block_rows, block_columns, parts, first)
     place, row0, column0 = here.place, here.row0, here.column0
     k0 = i32(here.rank * part) if CLUSTER > 1 else i32((here.plane - place * parts) * part)
@@ -60,11 +62,21 @@ def block_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, ch
 
     x_own, x_along = X_FIRST(t)
     y_own, y_along = Y_FIRST(t)
+    own_column = y_own
+    if TWO_SUMS:
+        # each right factor has one half of the columns of a step, and so of its threads
+        if y_own >= Y_OWN_GAP:
+            own_column = i32(y_own - Y_OWN_GAP)
+            y.address = second.y.address
+            y.place = second.y.place
+            y.row = second.y.row
+            y.column = second.y.column
     x_at = x.address + place * x.place + i64(row0 + x_own) * x.row + i64(k0 + x_along) * x.column
-    y_at = y.address + place * y.place + i64(column0 + y_own) * y.column + i64(k0 + y_along) * y.row
-    x_left, y_left = i32(m - row0 - x_own), i32(n - column0 - y_own)
-    whole = row0 + BLOCK_M <= m and column0 + BLOCK_N <= n
-    x_step, y_step = x.row * X_OWN_STEP, y.column * Y_OWN_STEP
+    y_at = y.address + place * y.place
+    y_at = y_at + i64(column0 + own_column) * y.column + i64(k0 + y_along) * y.row
+    x_left, y_left = i32(m - row0 - x_own), i32(n - column0 - own_column)
+    whole = row0 + BLOCK_M <= m and column0 + COLUMNS <= n
+    x_step, y_step = x.row * X_OWN_GAP, y.column * Y_OWN_GAP
     x_k_step = x.column * X_K_STEP - x.row * X_BACK
     y_k_step = y.row * Y_K_STEP - y.column * Y_BACK
     x_slice, y_slice = x.column * BLOCK_K, y.row * BLOCK_K
@@ -170,7 +182,7 @@ def block_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, ch
     WAIT_ALL()
 
     summed = cuda.local.array(VALUES, dtype=ACCUMULATOR)
-    finish(total, memory, ends, summed, m, n, here)
+    finish(total, memory, ends, second, summed, m, n, here)
     if SUMS:
         sums += (i64(place) * block_rows + here.block_row) * n * ACC_BYTES
         sum_columns(memory, summed, sums, n, here.rank, column0)

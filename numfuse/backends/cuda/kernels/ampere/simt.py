@@ -201,42 +201,50 @@ def plan(
     parts: int,
     rest: tuple[CudaBlock, int] | None = None,
     clustered: bool = False,
-) -> Plan:
+) -> Plan | None:
     """How to run it with this tile; a factor that cannot be copied as it lies is copied before.
 
     `rest` is another tile, and the column from which on it makes the result. The parts of K are
-    planes, or blocks of a cluster (`clustered`).
+    planes, or blocks of a cluster (`clustered`). Return None where two right factors cannot come in
+    the same way.
     """
     p = product
     before: list[Launch] = []
     workspace = 0
     slots, operands = [Slot("x"), Slot("y")], [p.x, p.y]
-    for own, shape, uses in ((1, (p.m, p.k), p.n), (2, (p.k, p.n), p.m)):
-        way = fetch(operands[own - 1], own, tile.block_m, tile)
+    ways = [(1, (p.m, p.k), p.n), (2, (p.k, p.n), p.m)]
+    if p.y1 is not None:
+        slots, operands, ways = [*slots, Slot("y1")], [*operands, p.y1], [*ways, ways[1]]
+    for number, (own, shape, uses) in enumerate(ways):
+        way = fetch(operands[number], own, tile.block_m, tile)
         turned = way.held and uses >= tiling.TURN_USES[own - 1]
         turned = turned and min(p.m, p.n) >= tiling.COPY_USES
         single = way.values == 1 and uses >= tiling.COPY_USES
         if (turned or single) and layouts.fits(shape, p.places, own):
             to = Slot("work", workspace)
-            launch, operands[own - 1], size = layouts.laid_out(
-                operands[own - 1], shape, p.places, own, slots[own - 1], to
+            launch, operands[number], size = layouts.laid_out(
+                operands[number], shape, p.places, own, slots[number], to
             )
             before.append(launch)
-            slots[own - 1] = to
+            slots[number] = to
             workspace += -(-size // 256) * 256
-    p = replace(p, x=operands[0], y=operands[1])
+    p = replace(p, x=operands[0], y=operands[1], y1=operands[2] if p.y1 is not None else None)
 
-    def of(p: Product, tile: CudaBlock, first: int, before: list[Launch]) -> Plan:
-        x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
-        made, at = engine(tile, x, y), (slots[0], slots[1])
-        how = tuple(before), at, workspace, first, clustered
-        return blocks.plan(p, device, part, parts, made, "cores", *how)
+    def of(p: Product, tile: CudaBlock, first: int, before: list[Launch]) -> Plan | None:
+        x, rights = fetch(p.x, 1, tile.block_m, tile), [p.y] if p.y1 is None else [p.y, p.y1]
+        y, *others = (fetch(right, 2, tile.block_n, tile) for right in rights)
+        own = blocks.paired(p, y)
+        if own is None or any(other != y for other in others):
+            return None
+        how = tuple(before), tuple(slots), workspace, first, clustered
+        return blocks.plan(p, device, part, parts, engine(tile, x, own), "cores", *how)
 
     if rest is None:
         return of(p, tile, 0, before)
     other, first = rest
-    found = of(replace(p, n=first), tile, 0, before)
-    return replace(found, launches=found.launches + of(p, other, first, []).launches)
+    found, more = of(replace(p, n=first), tile, 0, before), of(p, other, first, [])
+    assert found is not None and more is not None
+    return replace(found, launches=found.launches + more.launches)
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
@@ -250,7 +258,10 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if device.shared_per_multiprocessor < tiling.CORE_SHARED:
         tiles = tiles[:-1]
     where = p.k, p.places, p.free, device.multiprocessors
-    tile, part, parts, work = tiling.block(tiles, p.m, p.n, *where, p.whole)
+    n = p.n * (1 + p.has_two_sums)  # as many columns of sums
+    tile, part, parts, work = tiling.block(tiles, p.m, n, *where, p.whole)
+    if p.is_rich:
+        return plan(p, device, tile, part, parts) if parts == 1 else None
     beyond = p.n % tiles[0].block_n
     if parts == 1 and 0 < beyond < p.n and not (p.sums or p.free):
         # a launch of its own for columns in whose blocks most lies outside of the result

@@ -43,6 +43,9 @@ class Fetch:
     held: bool = False
     #: Threads side by side; 0: all that fit.
     side_by_side: int = 0
+    #: Two factors, of which each has one half of every step along the own axis: all copies of a
+    #: thread are of one of them.
+    paired: bool = False
 
     @property
     def fast(self) -> int:
@@ -57,6 +60,11 @@ class Fetch:
         """Distance of a thread's copies along (own axis, K)."""
         slow, fast = self.threads // self.fast, self.fast * self.values
         return (slow, fast) if self.along_k else (fast, slow)
+
+    @property
+    def gap(self) -> int:
+        """Distance of a thread's copies along the own axis in memory."""
+        return self.steps[0] // (2 if self.paired else 1)
 
     @property
     def repeats(self) -> tuple[int, int]:
@@ -94,10 +102,12 @@ class Fetch:
         (own, k), (repeats_own, repeats_k) = self.steps, self.repeats
         assert self.block % own == 0 and self.depth % k == 0, self
         assert self.fast & (self.fast - 1) == 0, self
+        assert not self.paired or self.gap % (1 if self.along_k else self.values) == 0, self
         offset_own, offset_k = self.offsets
         return bound(self, "along_k values itemsize") | {
             "FAST_BITS": self.fast.bit_length() - 1,
             "OWN_STEP": own,
+            "OWN_GAP": self.gap,
             "K_STEP": k,
             "OWN_REPEATS": repeats_own,
             "K_REPEATS": repeats_k,
@@ -122,9 +132,9 @@ def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
         for b in unrolled(OWN_REPEATS):
             if ALONG_K:
                 count = i32(least(i32(here - a * K_STEP), VALUES))
-                other = i32(own_left - b * OWN_STEP)
+                other = i32(own_left - b * OWN_GAP)
             else:
-                count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
+                count = i32(least(i32(own_left - b * OWN_GAP), VALUES))
                 other = i32(here - a * K_STEP)
             # Under the condition: outside, what does not depend on the slice would be computed
             # before the loop, and kept in registers that spill (float64: five times as long).
@@ -155,7 +165,7 @@ def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step)
             for b in unrolled(OWN_REPEATS):
                 for v in unrolled(VALUES):
                     registers[(a * OWN_REPEATS + b) * VALUES + v] = REGISTER(0)
-                    if own_left > b * OWN_STEP and here > a * K_STEP + v:
+                    if own_left > b * OWN_GAP and here > a * K_STEP + v:
                         registers[(a * OWN_REPEATS + b) * VALUES + v] = LOAD_ONE(at + v * ITEMSIZE)
                 at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
 
@@ -174,10 +184,10 @@ def _put_held(shared, registers):
 def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
     """The functions by which a factor comes to shared memory."""
     f = fetch.bindings()
-    names = ("OWN_STEP", "K_STEP", "OWN_OFFSET", "K_OFFSET", "OWN_REPEATS")
+    names = ("OWN_STEP", "OWN_GAP", "K_STEP", "OWN_OFFSET", "K_OFFSET", "OWN_REPEATS")
     found: dict[str, Any] = {name: f[name] for name in names} | {
         "FIRST": inlined(_first, **f),
-        "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
+        "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_GAP"],
         "OFFSETS": fetch.copies,
         "HELD": 0,
         "COPIES": 0,

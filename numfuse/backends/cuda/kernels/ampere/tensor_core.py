@@ -223,10 +223,15 @@ def plan(
     part: int,
     parts: int,
     clustered: bool = False,
-) -> Plan:
-    """How to run it with this tile; the parts of K are planes, or blocks of a cluster."""
+) -> Plan | None:
+    """How to run it with this tile; the parts of K are planes, or blocks of a cluster.
+
+    Return None where two right factors cannot come in the same way.
+    """
     p = product
     found = []
+    if p.y1 is not None and _values(p.y, 2) != _values(p.y1, 2):
+        return None
     for operand, own, block in ((p.x, 1, tile.block_m), (p.y, 2, tile.block_n)):
         along_k, values = _values(operand, own)
         found.append(
@@ -241,7 +246,9 @@ def plan(
                 held=values * operand.itemsize < 4,  # cp.async copies 4 bytes or more
             )
         )
-    x, y = found
+    x, y = found[0], blocks.paired(p, found[1])
+    if y is None:
+        return None
     made = engine(p.x.dtype, tile, device.capability < (9, 0), x, y)
     return blocks.plan(p, device, part, parts, made, "tensor cores", clustered=clustered)
 
@@ -253,6 +260,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
         return None
+    n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     few = None
     tiles: tuple[CudaBlock, ...] = tiling.DOUBLE_BLOCKS
     if p.k > tiling.ONE_CHAIN["float64"]:
@@ -263,14 +271,18 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     elif device.capability >= (9, 0) and not p.free:
         few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
     if few is not None:
-        made = plan(p, device, *few, clustered=True)
+        made = None if p.is_rich else plan(p, device, *few, clustered=True)
+        if made is None:
+            return None
         if made.launches[-1].shared_bytes <= device.shared_per_block:
             return made
     for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
         tile, part, parts, _ = tiling.block(
-            fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors, p.whole
+            fitting, p.m, n, p.k, p.places, p.free, device.multiprocessors, p.whole
         )
         made = plan(p, device, tile, part, parts)
+        if made is None or (p.is_rich and parts > 1):
+            return None
         if max(x.shared_bytes for x in made.launches) <= device.shared_per_block:
             break
     return made
