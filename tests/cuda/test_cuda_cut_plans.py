@@ -128,6 +128,6 @@ def test_a_sum_that_is_cut_alone_is_not_made_beside_another_one():
     assert tiers.choose(pair, HOPPER) is None
     assert tiers.choose(replace(pair, whole=True), HOPPER)[1].parts == 1
     sizes = {"few blocks": (304, 104, 7000, 1), "both fill it": (64, 4096, 8192, 1)}
-    stay = {x: tiers.stay_whole("bfloat16", HOPPER, *size) for x, size in sizes.items()}
+    stay = {x: tiers.stay_whole("bfloat16", HOPPER, "ieee", *size) for x, size in sizes.items()}
     assert stay == {"few blocks": False, "both fill it": True}
-    assert not tiers.stay_whole("float32", HOPPER, 304, 104, 7000, 1)
+    assert not tiers.stay_whole("float32", HOPPER, "ieee", 304, 104, 7000, 1)

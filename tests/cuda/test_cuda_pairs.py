@@ -92,7 +92,9 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", offset=0, pad=0, places=1
     made_of = ends["pre"].view.astype(np.float64) * ends["pre1"].view.astype(np.float64)
     near = abs(made_of + exact["extra"]) + abs(made_of)
     unit = max(UNITS[dtype], UNITS[acc]) * (8 if dtype == acc else 4)
-    assert (abs(ends["out"].view.astype(np.float64) - made_of - exact["extra"]) <= unit * near).all()
+    assert (
+        abs(ends["out"].view.astype(np.float64) - made_of - exact["extra"]) <= unit * near
+    ).all()
     assert np.isfinite(whole).all()
 
 

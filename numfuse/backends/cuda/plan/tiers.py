@@ -20,9 +20,11 @@ from numfuse.epilogues import sum_of_terms
 TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
 
 
-#: Rows above which two sums in float32 and float64 are made at once: fewer have kernels of their
-#: own (`FEW_ROWS`, and float64's clusters), and K from which on: below it products have, too.
+#: Rows above which two sums are made at once by blocks of cp.async: fewer have kernels of their own
+#: (`FEW_ROWS`, and float64's clusters), and K from which on: below it products have, too.
 _PAIR_ROWS, _PAIR_K = 64, 9
+#: Their tiles.
+_PAIR_TILES = {"float32": tiling.CORE_BLOCKS, "float64": tiling.DOUBLE_BLOCKS}
 
 
 def takes_rich(dtype: str, info: DeviceInfo) -> bool:
@@ -36,8 +38,8 @@ _RICH = WGMMA, CORES, TENSOR_CORES
 
 def takes_pairs(dtype: str, info: DeviceInfo, precision: str) -> bool:
     """Return whether a tier takes products of two sums."""
-    exact = dtype == "float64" or (dtype == "float32" and precision == "ieee")
-    return takes_rich(dtype, info) or (exact and info.capability >= (8, 0))
+    split = dtype == "float32" and precision != "ieee"
+    return takes_rich(dtype, info) or (not split and info.capability >= (8, 0))
 
 
 def stay_whole(
@@ -49,8 +51,8 @@ def stay_whole(
     """
     if not takes_pairs(dtype, info, precision):
         return False
-    if dtype not in HALF:
-        tiles = tiling.CORE_BLOCKS if dtype == "float32" else tiling.DOUBLE_BLOCKS
+    if not takes_rich(dtype, info):
+        tiles = _PAIR_TILES.get(dtype, tiling.HALF_BLOCKS)
         if m <= _PAIR_ROWS or k < _PAIR_K:
             return False
         return tiling.block(tiles, m, 2 * n, k, places, False, info.multiprocessors)[2] == 1
