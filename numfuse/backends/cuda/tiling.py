@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from numfuse.tiling import RUN as RUN
 from numfuse.tiling import round_up as round_up
@@ -382,19 +383,51 @@ def block(
     return tile, part, parts, cost
 
 
-#: Whole networks (`plan.networks`): columns of a tile, columns of a thread (which has 8 rows),
-#: threads of a block and blocks of a multiprocessor. Two blocks do their passes while the other one
-#: multiplies; where two do not fit, one has twice the threads.
-NETWORK_TILES = {
-    "float32": ((32, 4, 128, 2), (64, 4, 256, 2), (96, 4, 384, 1), (128, 8, 256, 1)),
-    "float64": ((32, 4, 128, 2), (64, 4, 256, 1)),
+class NetworkTile(NamedTuple):
+    """How a block runs a whole network (`plan.networks`)."""
+
+    #: Columns of the tile; columns of a thread, which has 8 rows.
+    width: int
+    nr: int
+    #: Threads of a block, and blocks of a multiprocessor.
+    threads: int
+    resident: int
+    #: Values of K of a slice of the weights, and the stages of their ring; 0: a layer's weights lie
+    #: in shared memory whole.
+    slice: int = 0
+    stages: int = 0
+
+
+#: Tiles of whole networks, the best ones first; a network has the first that holds it and that
+#: leaves room for so many blocks. Two blocks do their passes while the other one multiplies; where
+#: two do not fit, one has twice the threads.
+NETWORK_TILES: dict[str, tuple[NetworkTile, ...]] = {
+    "float32": (
+        NetworkTile(32, 4, 128, 2),
+        NetworkTile(64, 4, 256, 2),
+        NetworkTile(96, 4, 384, 1),
+        NetworkTile(128, 8, 128, 2, 32, 2),
+        NetworkTile(128, 8, 128, 2, 16, 3),
+        NetworkTile(128, 8, 128, 2, 16, 2),
+        NetworkTile(128, 8, 256, 1),
+        NetworkTile(256, 8, 256, 1, 16, 3),
+        NetworkTile(256, 8, 256, 1, 16, 2),
+    ),
+    "float64": (
+        NetworkTile(32, 4, 128, 2),
+        NetworkTile(64, 4, 256, 1),
+        NetworkTile(128, 4, 256, 1, 16, 2),
+        NetworkTile(128, 4, 256, 1, 8, 3),
+    ),
 }
 #: Those of a forward where they are others: its blocks keep one tile of rows.
-NETWORK_FORWARDS: dict[str, tuple[tuple[int, int, int, int], ...]] = {}
+NETWORK_FORWARDS: dict[str, tuple[NetworkTile, ...]] = {}
 #: The same before 9.0: with eight columns a thread of the second backward spills (100 bytes).
-NETWORK_OLDER = {
-    "float32": ((32, 4, 128, 2), (64, 4, 256, 1), (128, 8, 256, 1)),
-    "float64": NETWORK_TILES["float64"],
+NETWORK_OLDER: dict[str, tuple[NetworkTile, ...]] = {
+    "float32": (NetworkTile(32, 4, 128, 2), NetworkTile(64, 4, 256, 1), NetworkTile(128, 8, 256, 1)),
+    "float64": NETWORK_TILES["float64"][:2],
 }
+#: Whether the simulator's tile streams its weights, for tests: values of K of a slice, 0: no.
+NETWORK_SIMULATED_SLICE = 0
 #: Rows of a point, columns of x and of the last layer, at most: what a thread keeps of them.
 NETWORK_MEMBERS, NETWORK_INPUTS, NETWORK_OUTPUTS = 8, 8, 8

@@ -243,17 +243,17 @@ def left_at(t):
 
 
 def right_at(t):
-    """Return where its columns of the weights begin."""
+    """Return where its columns of the weights begin, or of a slice of their rows."""
     if TENSOR:
         return WEIGHTS_AT + (t & 3) * PITCH + own_column(t)
     return WEIGHTS_AT + own_column(t) * FEW
 
 
 def right_back_at(t):
-    """Return where its rows of the weights begin."""
+    """Return where its rows of the weights begin, or of a slice of their columns."""
     if TENSOR:
-        return WEIGHTS_AT + own_column(t) * PITCH + (t & 3)
-    return WEIGHTS_AT + own_column(t) * PITCH
+        return WEIGHTS_AT + own_column(t) * BACK_PITCH + (t & 3)
+    return WEIGHTS_AT + own_column(t) * BACK_PITCH
 
 
 def sums_at(t, step):
@@ -281,27 +281,49 @@ def write_results(memory, t, layers: Layers, ends: Members, first, count):
         STORE(address, at, value)
 
 
+def begin_forward(memory, t, layers: Layers, layer, held):
+    """Bring the weights of a hidden layer to shared memory, or begin to, for a forward."""
+    if STREAMED:
+        weights, row, column, _bias, _step = layer_of(layers, layer)
+        OPEN(memory, t, weights, row, column, width_of(layer - 1), width_of(layer))
+    else:
+        fetch_weights(memory, t, layers, layer, held)
+
+
+def multiply_forward(total, memory, t, layers: Layers, layer, rows):
+    """Make a thread's sums of a hidden layer, and put them in the place of its inputs."""
+    CLEAR(total)
+    if STREAMED:
+        weights, row, column, _bias, _step = layer_of(layers, layer)
+        columns = width_of(layer)
+        STREAM(total, memory, t, weights, row, column, width_of(layer - 1), columns, rows)
+    else:
+        _row, warp_row = own_row(t)
+        left, right = left_at(t), right_at(t)
+        if warp_row < rows:
+            for k in range(0, WIDTH, CHUNK):
+                MULTIPLY(total, memory, left + k, right + k * PITCH)
+    BARRIER()
+    if TURNED:
+        PUT_BACK(total, memory, sums_at(t, 1))
+    else:
+        PUT(total, memory, sums_at(t, FEW))
+
+
 def hidden_layers(memory, t, layers: Layers, total, given, made, weights, count, kept, layer_step):
     """Make a tile of what the last hidden layer gives, of inputs that are in shared memory.
 
     `kept` is where the sums of the tile are kept, of the second layer on, `layer_step` bytes apart.
     """
-    _row, warp_row = own_row(t)
-    left, right, to = left_at(t), right_at(t), sums_at(t, FEW)
     if COUNT > 2:
-        fetch_weights(memory, t, layers, 1, total)
+        begin_forward(memory, t, layers, 1, total)
     first_pass(memory, t, given, made, weights, 0, count)
     BARRIER()
     for layer in range(1, COUNT - 1):
-        CLEAR(total)
-        if warp_row < count * MEMBERS:
-            for k in range(0, WIDTH, CHUNK):
-                MULTIPLY(total, memory, left + k, right + k * PITCH)
-        BARRIER()
-        PUT(total, memory, to)
+        multiply_forward(total, memory, t, layers, layer, count * MEMBERS)
         BARRIER()
         if layer < COUNT - 2:
-            fetch_weights(memory, t, layers, layer + 1, total)
+            begin_forward(memory, t, layers, layer + 1, total)
         sums = kept + (layer - 1) * layer_step
         inner_pass(memory, t, given, made, weights, 0, count, layer, sums, False)
         BARRIER()

@@ -21,6 +21,7 @@ from numfuse.backends.cuda.kernels.network import (
     fetch_points,
     fetch_weights,
     hidden_layers,
+    layer_of,
     left_at,
     own_row,
     prepare,
@@ -33,6 +34,7 @@ from numfuse.backends.cuda.kernels.network_passes import (
     first_pass,
     inner_pass,
     last_gradients,
+    width_of,
 )
 
 
@@ -46,7 +48,10 @@ class Rows:
 
 
 def own_square(t):
-    """Return where a thread's part of a weight gradient begins: in the tile's rows, and columns."""
+    """Return where a part of a weight gradient begins: in the tile's rows, and columns.
+
+    Part t is the one of thread t, or of one of its rounds.
+    """
     u = t % TEAM
     if TENSOR:
         warp = u >> 5
@@ -76,7 +81,13 @@ def clear_rows(memory, t, rows):
 
 
 def add_weights(memory, t, total, before, plane, rows, fresh):
-    """Add the gradient of a layer's weights: of the rows of this thread's team, to its plane."""
+    """Add the gradient of a layer's weights to a plane: in rounds, where threads are too few."""
+    for part in range(ROUNDS):
+        add_square(memory, t + part * THREADS, total, before, plane, rows, fresh)
+
+
+def add_square(memory, t, total, before, plane, rows, fresh):
+    """Add a part of the gradient of a layer's weights, of the rows of its team, to their plane."""
     down, across = own_square(t)
     at = plane + square_at(t) * SIZE
     CLEAR(before)
@@ -106,6 +117,35 @@ def add_weights(memory, t, total, before, plane, rows, fresh):
         if not fresh:
             LOAD_SQUARE(before, at)
     ADD_SQUARE(total, before, at)
+
+
+def begin_backward(memory, t, layers: Layers, layer, held):
+    """Bring the weights of a hidden layer to shared memory, or begin to, for a backward."""
+    if STREAMED:
+        weights, row, column, _bias, _step = layer_of(layers, layer)
+        OPEN_BACK(memory, t, weights, row, column, width_of(layer - 1), width_of(layer))
+    else:
+        fetch_weights(memory, t, layers, layer, held)
+
+
+def multiply_backward(total, memory, t, layers: Layers, layer, rows):
+    """Make the gradients by a layer's inputs, and put them in the place of those by its sums."""
+    CLEAR(total)
+    if STREAMED:
+        weights, row, column, _bias, _step = layer_of(layers, layer)
+        columns = width_of(layer)
+        STREAM_BACK(total, memory, t, weights, row, column, width_of(layer - 1), columns, rows)
+    else:
+        _row, warp_row = own_row(t)
+        left, right = left_at(t), right_back_at(t)
+        if warp_row < rows:
+            for k in range(0, WIDTH, CHUNK):
+                MULTIPLY_BACK(total, memory, left + k, right + k)
+    BARRIER()
+    if TURNED:
+        PUT(total, memory, sums_at(t, FEW))
+    else:
+        PUT_BACK(total, memory, sums_at(t, 1))
 
 
 def write_slots(memory, t, table, slots):
@@ -159,8 +199,6 @@ def backward(
     for i in unrolled(WEIGHTS):
         weights[i] = LOAD(table, i)
     t = cuda.threadIdx.x
-    _row, warp_row = own_row(t)
-    left, right, to = left_at(t), right_back_at(t), sums_at(t, 1)
     block = cuda.blockIdx.x
     plane = planes + (block * TEAMS + t // TEAM) * PLANE
     prepare(memory, t, layers, table)
@@ -177,13 +215,15 @@ def backward(
         BARRIER()
         tile = kept + (first * POINT_KEPT if SAVED else block * BLOCK_KEPT)
         if SAVED:
-            fetch_weights(memory, t, layers, COUNT - 2, total)
+            begin_backward(memory, t, layers, COUNT - 2, total)
             sums = tile + (COUNT - 3) * layer_step
             inner_pass(memory, t, given, made, weights, 0, count, COUNT - 2, sums, True)
             BARRIER()
         else:
             # the forward again; the last hidden layer's weights stay where they are
             hidden_layers(memory, t, layers, total, given, made, weights, count, tile, layer_step)
+            if STREAMED and COUNT > 2:
+                begin_backward(memory, t, layers, COUNT - 2, total)
         last_gradients(memory, t, count)
         layer = COUNT - 2
         while layer > 0:
@@ -199,14 +239,9 @@ def backward(
                 clear_rows(memory, t, rows)
             BARRIER()
             add_weights(memory, t, total, before, plane + (layer - 1) * SQUARE, rows, fresh)
-            CLEAR(total)
-            if warp_row < rows:
-                for k in range(0, WIDTH, CHUNK):
-                    MULTIPLY_BACK(total, memory, left + k, right + k)
-            BARRIER()
-            PUT_BACK(total, memory, to)
+            multiply_backward(total, memory, t, layers, layer, rows)
             if layer > 1:
-                fetch_weights(memory, t, layers, layer - 1, total)
+                begin_backward(memory, t, layers, layer - 1, total)
             BARRIER()
             layer -= 1
         first_back_pass(memory, t, given, made, weights, count, run)
@@ -220,8 +255,9 @@ def backward(
         CLEAR(total)
         CLEAR(before)
         for layer in range(1, COUNT - 1):
-            at = plane + (layer - 1) * SQUARE + square_at(t) * SIZE
-            ADD_SQUARE(total, before, at)
+            for part in range(ROUNDS):
+                at = plane + (layer - 1) * SQUARE + square_at(t + part * THREADS) * SIZE
+                ADD_SQUARE(total, before, at)
     BARRIER()
     write_slots(memory, t, table, slots + block * (SLOTS * WIDTH * SIZE))
 

@@ -50,6 +50,19 @@ class Tile:
     few: int
     #: Whether warps multiply on tensor cores (`network_warps`), so many sums of each thread.
     tensor: bool = False
+    #: Values of K of a slice of the weights and stages of their ring; 0: weights lie there whole.
+    slice: int = 0
+    stages: int = 0
+
+    @property
+    def back_pitch(self) -> int:
+        """Return the pitch of the rows of weights that `rows_by_rows` reads: of whole slices."""
+        return self.slice + self.pitch - self.width if self.slice else self.pitch
+
+    @property
+    def stage(self) -> int:
+        """Return the values of a slice, whichever way it lies."""
+        return max(self.slice * self.pitch, self.width * self.back_pitch)
 
     @property
     def key(self) -> str:
@@ -64,9 +77,10 @@ class Tile:
         return i // self.few * threads * self.few + i % self.few
 
 
-def _made(
+def function_of(
     name: str, tile: Tile, operands: str, body: Any, simulated: Any, results: str = ""
 ) -> Any:
+    """Return a function of a tile: an intrinsic, or its text for the simulator."""
     if SIMULATED:
         simulated.numfuse_key = f"{name}({tile.key})"
         return simulated
@@ -110,7 +124,7 @@ def rows_by_rows(tile: Tile) -> Any:
     The columns of a thread are as many apart as there are threads along them.
     """
     kind, size = FORMATS[tile.real]
-    step = tile.across * tile.pitch
+    step = tile.across * tile.back_pitch
 
     def body(builder, y, left, total):
         for j in range(tile.nr):
@@ -148,7 +162,7 @@ def _of_rows(name: str, tile: Tile, add: Any, place_of: Any) -> Any:
                 for k in range(tile.few):
                     sums[i * tile.nr + j] += memory[x + i * row + k] * memory[y + place_of(j, k)]
 
-    return _made(name, tile, "arrr", body, simulated)
+    return function_of(name, tile, "arrr", body, simulated)
 
 
 @functools.cache
@@ -177,7 +191,7 @@ def columns_by_columns(tile: Tile) -> Any:
                 a = memory[x + tile.column(i, along)]
                 sums[i * tile.nr + j] += a * memory[y + tile.column(j, across)]
 
-    return _made("columns_by_columns", tile, "arrr", body, simulated)
+    return function_of("columns_by_columns", tile, "arrr", body, simulated)
 
 
 @functools.cache
@@ -198,7 +212,7 @@ def dot(tile: Tile) -> Any:
         return total
 
     real = ACCUMULATORS[tile.real]
-    return _made("dot", tile, f"{real}rrr", body, simulated, real)
+    return function_of("dot", tile, f"{real}rrr", body, simulated, real)
 
 
 @functools.cache
@@ -220,7 +234,7 @@ def put_neighbours(tile: Tile) -> Any:
                 offset = i * tile.row_step * tile.pitch + tile.column(j, tile.across)
                 memory[at + offset] = sums[i * tile.nr + j]
 
-    return _made("put_neighbours", tile, "arr", body, simulated)
+    return function_of("put_neighbours", tile, "arr", body, simulated)
 
 
 @functools.cache
@@ -242,7 +256,7 @@ def put_apart(tile: Tile) -> Any:
                 offset = i * tile.row_step * tile.pitch + j * tile.across
                 memory[at + offset] = sums[i * tile.nr + j]
 
-    return _made("put_apart", tile, "arr", body, simulated)
+    return function_of("put_apart", tile, "arr", body, simulated)
 
 
 def _square(tile: Tile) -> list[tuple[int, int]]:
@@ -271,7 +285,7 @@ def load_square(tile: Tile) -> Any:
             for i in range(tile.few):
                 sums[at + i] = elements.loads(tile.real)(address, offset + i)
 
-    return _made("load_square", tile, "al", body, simulated)
+    return function_of("load_square", tile, "al", body, simulated)
 
 
 @functools.cache
@@ -291,7 +305,7 @@ def add_square(tile: Tile) -> Any:
             for i in range(tile.few):
                 elements.stores(tile.real)(address, offset + i, sums[at + i] + before[at + i])
 
-    return _made("add_square", tile, "aal", body, simulated)
+    return function_of("add_square", tile, "aal", body, simulated)
 
 
 @functools.cache
@@ -305,7 +319,7 @@ def clear(tile: Tile) -> Any:
     def simulated(sums):
         sums[:] = 0
 
-    return _made("clear", tile, "a", body, simulated)
+    return function_of("clear", tile, "a", body, simulated)
 
 
 @functools.cache
@@ -319,7 +333,7 @@ def peek(tile: Tile) -> Any:
     def simulated(memory, at):
         return memory[at]
 
-    return _made("peek", tile, "rr", body, simulated, ACCUMULATORS[tile.real])
+    return function_of("peek", tile, "rr", body, simulated, ACCUMULATORS[tile.real])
 
 
 @functools.cache
@@ -332,7 +346,7 @@ def poke(tile: Tile) -> Any:
     def simulated(memory, at, value):
         memory[at] = value
 
-    return _made("poke", tile, f"rr{ACCUMULATORS[tile.real]}", body, simulated)
+    return function_of("poke", tile, f"rr{ACCUMULATORS[tile.real]}", body, simulated)
 
 
 @functools.cache
@@ -348,7 +362,7 @@ def load_few(tile: Tile) -> Any:
         for i in range(tile.few):
             held[first + i] = elements.loads(tile.real)(address, i)
 
-    return _made("load_few", tile, "anl", body, simulated)
+    return function_of("load_few", tile, "anl", body, simulated)
 
 
 @functools.cache
@@ -363,7 +377,7 @@ def store_few(tile: Tile) -> Any:
         for i in range(tile.few):
             memory[at + i] = held[first + i]
 
-    return _made("store_few", tile, "anrr", body, simulated)
+    return function_of("store_few", tile, "anrr", body, simulated)
 
 
 def _itself(shared: Any) -> Any:

@@ -69,7 +69,7 @@ def _pairs(pitch: int) -> list[tuple[int, int]]:
 @functools.cache
 def bindings(tile: Tile) -> dict[str, Any]:
     """Return the functions that take the place of those of threads' own tiles."""
-    pitch, key = tile.pitch, f"warp {tile.key}"
+    pitch, back, key = tile.pitch, tile.back_pitch, f"warp {tile.key}"
 
     def put(builder, sums, memory, at):
         at = place(builder, memory, at, tile.real)
@@ -93,7 +93,7 @@ def bindings(tile: Tile) -> dict[str, Any]:
             "rows_by_columns", tile, lambda i, r: i * pitch + 4 * r, lambda j, r: 4 * r * pitch + j
         ),
         "MULTIPLY_BACK": _multiply(
-            "rows_by_rows", tile, lambda i, r: i * pitch + 4 * r, lambda j, r: j * pitch + 4 * r
+            "rows_by_rows", tile, lambda i, r: i * pitch + 4 * r, lambda j, r: j * back + 4 * r
         ),
         "MULTIPLY_OUTER": _multiply(
             "columns_by_columns",

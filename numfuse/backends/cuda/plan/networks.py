@@ -18,8 +18,8 @@ from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import types
-from numfuse.backends.cuda.compile.unroll import kernel_of
-from numfuse.backends.cuda.kernels import joins, network_tiles, network_warps
+from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
+from numfuse.backends.cuda.kernels import joins, network_copies, network_tiles, network_warps
 from numfuse.backends.cuda.kernels.network import (
     FORWARD,
     MOST_LAYERS,
@@ -32,6 +32,7 @@ from numfuse.backends.cuda.kernels.network import (
 )
 from numfuse.backends.cuda.kernels.network_backward import BACKWARD, Rows, backward
 from numfuse.backends.cuda.kernels.network_rows import row
+from numfuse.backends.cuda.kernels.network_stream import multiply_ring, open_ring
 from numfuse.backends.cuda.kernels.network_tiles import Tile
 from numfuse.backends.cuda.plan.half_networks import half_network
 from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES
@@ -48,6 +49,9 @@ _RESULTS = ("u", "u_dot", "u_ddot")
 _GRADS = ("grad", "grad_dot", "grad_ddot")
 #: Bytes of shared memory that the system takes of each block.
 _RESERVED = 1024
+#: Values of K whose products are written out behind one another: the loads of some go beside the
+#: multiply-adds of those before.
+_RUN = 16
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,11 @@ class Sizes:
         return (self.tile.width // self.tile.mr) * (self.tile.width // self.tile.nr)
 
     @property
+    def teams(self) -> int:
+        """Return the planes of a block: of its teams, or of the one that all threads are."""
+        return max(1, self.threads // self.team)
+
+    @property
     def slots(self) -> int:
         """Return the rows of sums over points."""
         return self.count - 1 + self.widths[0] + self.directions + self.widths[-1] + 1
@@ -98,7 +107,7 @@ class Sizes:
         lengths = {
             "TILE_AT": self.rows * tile.pitch,
             "OTHER_AT": self.rows * tile.pitch if back and inner else 0,
-            "WEIGHTS_AT": width * tile.pitch if inner else 0,
+            "WEIGHTS_AT": (tile.stages * tile.stage or width * tile.pitch) if inner else 0,
             "BIAS_AT": (self.count - 1) * width,
             "FIRST_AT": inputs * width,
             "MOVED_AT": self.directions * width,
@@ -129,20 +138,26 @@ def _tiles(
     """Return tiles with their threads, resident blocks, and points at once; the best one first."""
     if not info.capability[0]:
         width = tiling.round_up(max(widest, 8), 4)
-        tile = Tile(real, width, width + 2, width // 2, width // 2, width // 2, 2, 2)
-        return [(tile, width, 2, 2, False)]
+        tile = Tile(real, width, width + 2, *[width // 2] * 3, 2, 2)
+        if not tiling.NETWORK_SIMULATED_SLICE:
+            return [(tile, width, 2, 2, False)]
+        width = tiling.round_up(width, 16)  # (a gradient of weights takes two rounds of threads)
+        step, ring = width // 8, (tiling.NETWORK_SIMULATED_SLICE, 2)
+        tile = Tile(real, width, width + 2, 2 * step, step, step, 8, 2, False, *ring)
+        return [(tile, width, 2, 1, False)]
     few = 4 if real == "float32" else 2
     table = tiling.NETWORK_TILES if info.capability >= (9, 0) else tiling.NETWORK_OLDER
-    found = []
     rows = table[real]
     if table is tiling.NETWORK_TILES and not back:
-        own = {row[0]: row for row in tiling.NETWORK_FORWARDS.get(real, ())}
-        rows = tuple([own.get(row[0], row) for row in rows])
-    for width, nr, threads, resident in rows:
-        if widest <= width:
+        rows = (*tiling.NETWORK_FORWARDS.get(real, ()), *rows)
+    found = []
+    # (of one width both ways: a forward keeps rows of it)
+    least = min((row.width for row in rows if widest <= row.width), default=0)
+    for width, nr, threads, resident, *ring in rows:
+        if width == least:
             tensor = real == "float64" and info.capability >= (9, 0)
             pitch = width + (4 if tensor else few)
-            tile = Tile(real, width, pitch, 8, nr, 8, width // nr, few, tensor)
+            tile = Tile(real, width, pitch, 8, nr, 8, width // nr, few, tensor, *ring)
             found.append((tile, threads, resident, few, True))
     return found
 
@@ -169,6 +184,8 @@ def sizes_of(
         taken = made.places(back)[1] * ITEMSIZES[real]
         if points and taken <= info.shared_per_block:
             if (taken + _RESERVED) * resident > info.shared_per_multiprocessor and lanes:
+                if tile.slice:  # that is made for so many blocks
+                    continue
                 return Sizes(tile, threads, 1, *how)
             return made
     return None
@@ -188,6 +205,8 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "WIDTHS": s.widths,
         "WIDTH": tile.width,
         "PITCH": tile.pitch,
+        "BACK_PITCH": tile.back_pitch,
+        "STREAMED": tile.slice > 0,
         "THREADS": s.threads,
         "PARTS": s.threads // tile.width,
         "POINTS": s.points,
@@ -219,7 +238,8 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "FIRST_ROW_BACK": row(*how, True, False),
         "ROW_BACK": row(*how, True, p.seconds > 0),
         "TEAM": s.team,
-        "TEAMS": s.threads // s.team,
+        "TEAMS": s.teams,
+        "ROUNDS": -(-s.team // s.threads),
         "SQUARE": tile.width**2 * itemsize,
         "SQUARE_ACROSS": tile.width // tile.nr,
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
@@ -243,6 +263,34 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
 def _steps(x: View, count: int) -> tuple[int, ...]:
     """Return the last strides of an array, 0 for axes that it lacks."""
     return (0,) * (count - len(x.strides)) + x.strides[-count:]
+
+
+def _stream(s: Sizes, inner: list[View], found: dict[str, Any]) -> dict[str, Any]:
+    """Return what the products of weights that come in slices are bound to."""
+    tile, few = s.tile, s.tile.few
+
+    def wide(axis: int) -> bool:
+        apart = [w.strides[1 - axis] for w in inner]
+        aligned = [w.aligned((x,)) >= few * w.itemsize for w, x in zip(inner, apart, strict=True)]
+        return all(w.strides[axis] == 1 for w in inner) and all(aligned)
+
+    turned = bool(inner) and all(w.strides[0] == 1 != w.strides[1] for w in inner)
+    unit = few if wide(0 if turned else 1) else 1
+    ring = found | network_copies.bindings(tile)
+    ring |= {"TURNED": turned, "UNIT": unit, "WIDE": unit > 1}
+    ring |= {"SLICE": tile.slice, "STAGE": tile.stage, "STAGES": tile.stages}
+    ring["RUN"] = min(tile.slice, _RUN)
+    made: dict[str, Any] = {"TURNED": turned}
+    for back, name in ((False, ""), (True, "_BACK")):
+        if back == turned:
+            own = {"DOWN": True, "SLICE_PITCH": tile.pitch, "K_STEP": tile.pitch}
+            own["PRODUCT"] = found["MULTIPLY"]
+        else:
+            own = {"DOWN": False, "SLICE_PITCH": tile.back_pitch, "K_STEP": 1}
+            own["PRODUCT"] = found["MULTIPLY_BACK"]
+        made[f"OPEN{name}"] = inlined(open_ring, **ring | own)
+        made[f"STREAM{name}"] = inlined(multiply_ring, **ring | own)
+    return made
 
 
 def _wide(s: Sizes, inner: list[View]) -> str:
@@ -328,7 +376,11 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     if p.saved or p.keeps:
         given["kept"] = slot("kept", known("kept"))
     bindings = _bindings(rec, p, s, real)
-    bindings["WIDE_WEIGHTS"] = _wide(s, [known(f"weights_{i}") for i in range(1, s.count - 1)])
+    inner_weights = [known(f"weights_{i}") for i in range(1, s.count - 1)]
+    if s.tile.slice:
+        bindings |= _stream(s, inner_weights, bindings)
+    else:
+        bindings |= {"TURNED": False, "WIDE_WEIGHTS": _wide(s, inner_weights)}
     if p.backward:
         teams = grid * bindings["TEAMS"]
         if not p.saved:
