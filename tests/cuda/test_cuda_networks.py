@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 import pytest
-from conftest import unavailable
+from conftest import SIMULATED, unavailable
 from on_device import poisoned
 
 import numfuse as nf
@@ -19,15 +19,23 @@ status = nf.backends()["cuda"]
 if not status:
     unavailable("cuda", str(status))
 
+from cuda_devices import slices  # noqa: E402
+
 from numfuse.backends.cuda.call.record import REPLAY  # noqa: E402
 
 F64, F32 = np.dtype(np.float64), np.dtype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def memory_holds_nan(monkeypatch):
+@pytest.fixture(autouse=True, params=["whole", "in slices"] if SIMULATED else [""])
+def memory_holds_nan(monkeypatch, request):
+    """Memory that nobody wrote is NaN; the simulator's weights come in both ways that GPUs have."""
     poisoned(monkeypatch, "cuda")
+    if SIMULATED:
+        slices(monkeypatch, 4 * (request.param == "in slices"))
     monkeypatch.setattr("numfuse.adapters.cuda_whole.ENABLED", True)
+    yield
+    if SIMULATED:
+        slices(monkeypatch, 0)
 
 
 class Case:

@@ -20,6 +20,8 @@ status = nf.backends()["cuda"]
 if not status:
     unavailable("cuda", str(status))
 
+from cuda_devices import slices  # noqa: E402
+
 from numfuse.backends.cuda.call.record import REPLAY  # noqa: E402
 
 F64, F32 = np.dtype(np.float64), np.dtype(np.float32)
@@ -27,11 +29,17 @@ HALVES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 EVERY = ("x", "weights", "biases")
 
 
-@pytest.fixture(autouse=True)
-def memory_holds_nan(monkeypatch):
+@pytest.fixture(autouse=True, params=["whole", "in slices"] if SIMULATED else [""])
+def memory_holds_nan(monkeypatch, request):
+    """Memory that nobody wrote is NaN; the simulator's weights come in both ways that GPUs have."""
     poisoned(monkeypatch, "cuda")
+    if SIMULATED:
+        slices(monkeypatch, 4 * (request.param == "in slices"))
     monkeypatch.setattr("numfuse.adapters.cuda_whole.ENABLED", True)
     monkeypatch.setattr("numfuse.adapters.cuda_whole.HALF", True)
+    yield
+    if SIMULATED:
+        slices(monkeypatch, 0)
 
 
 class Case:

@@ -410,6 +410,8 @@ NETWORK_TILES: dict[str, tuple[NetworkTile, ...]] = {
         NetworkTile(128, 8, 128, 2, 16, 3),
         NetworkTile(128, 8, 128, 2, 16, 2),
         NetworkTile(128, 8, 256, 1),
+        NetworkTile(192, 4, 384, 1, 16, 3),
+        NetworkTile(192, 4, 384, 1, 16, 2),
         NetworkTile(256, 8, 256, 1, 16, 3),
         NetworkTile(256, 8, 256, 1, 16, 2),
     ),
@@ -421,7 +423,9 @@ NETWORK_TILES: dict[str, tuple[NetworkTile, ...]] = {
     ),
 }
 #: Those of a forward where they are others: its blocks keep one tile of rows.
-NETWORK_FORWARDS: dict[str, tuple[NetworkTile, ...]] = {}
+NETWORK_FORWARDS: dict[str, tuple[NetworkTile, ...]] = {
+    "float32": (NetworkTile(128, 8, 128, 3, 32, 2), NetworkTile(128, 8, 128, 3, 16, 2)),
+}
 #: The same before 9.0: with eight columns a thread of the second backward spills (100 bytes).
 NETWORK_OLDER: dict[str, tuple[NetworkTile, ...]] = {
     "float32": (NetworkTile(32, 4, 128, 2), NetworkTile(64, 4, 256, 1), NetworkTile(128, 8, 256, 1)),

@@ -106,9 +106,8 @@ def add_square(memory, t, total, before, plane, rows, fresh):
     else:
         row, end = team * part, min(rows, team * part + part)
         while row + AHEAD <= end:
-            for i in unrolled(AHEAD):
-                here = (row + i) * PITCH
-                MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
+            here = row * PITCH
+            MULTIPLY_OUTER_AHEAD(total, memory, here + OTHER_AT + down, here + across)
             row += AHEAD
         while row < end:
             MULTIPLY_OUTER(total, memory, row * PITCH + OTHER_AT + down, row * PITCH + across)

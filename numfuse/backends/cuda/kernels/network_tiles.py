@@ -60,6 +60,11 @@ class Tile:
         return self.slice + self.pitch - self.width if self.slice else self.pitch
 
     @property
+    def ahead(self) -> int:
+        """Return the rows of a gradient's loop: the loads of some go beside the sums of others."""
+        return 2 * self.few if self.slice else self.few
+
+    @property
     def stage(self) -> int:
         """Return the values of a slice, whichever way it lies."""
         return max(self.slice * self.pitch, self.width * self.back_pitch)
@@ -166,32 +171,39 @@ def _of_rows(name: str, tile: Tile, add: Any, place_of: Any) -> Any:
 
 
 @functools.cache
-def columns_by_columns(tile: Tile) -> Any:
-    """``multiply(sums, memory, x, y)``: sums += X' Y for one row of both."""
+def columns_by_columns(tile: Tile, rows: int = 1) -> Any:
+    """``multiply(sums, memory, x, y)``: sums += X' Y for some rows of both."""
     kind, size = FORMATS[tile.real]
     along, across = tile.width // tile.mr, tile.width // tile.nr
 
     def body(builder, sums, memory, x, y):
         x, y = (place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, tile.sums)
-        left, right = [], []
-        for i in range(0, tile.mr, tile.few):
-            left += read_vector(builder, x, tile.column(i, along) * size, kind, tile.few)
-        for j in range(0, tile.nr, tile.few):
-            right += read_vector(builder, y, tile.column(j, across) * size, kind, tile.few)
-        for i in range(tile.mr):
-            for j in range(tile.nr):
-                at = i * tile.nr + j
-                total[at] = fused(builder, left[i], right[j], total[at])
+
+        def values(at, count, threads, row):
+            found = []
+            for i in range(0, count, tile.few):
+                offset = row * tile.pitch + tile.column(i, threads)
+                found += read_vector(builder, at, offset * size, kind, tile.few)
+            return found
+
+        for row in range(rows):
+            left, right = values(x, tile.mr, along, row), values(y, tile.nr, across, row)
+            for i in range(tile.mr):
+                for j in range(tile.nr):
+                    at = i * tile.nr + j
+                    total[at] = fused(builder, left[i], right[j], total[at])
         write_registers(builder, sums, 0, total)
 
     def simulated(sums, memory, x, y):
-        for i in range(tile.mr):
-            for j in range(tile.nr):
-                a = memory[x + tile.column(i, along)]
-                sums[i * tile.nr + j] += a * memory[y + tile.column(j, across)]
+        for row in range(rows):
+            for i in range(tile.mr):
+                for j in range(tile.nr):
+                    a = memory[x + row * tile.pitch + tile.column(i, along)]
+                    b = memory[y + row * tile.pitch + tile.column(j, across)]
+                    sums[i * tile.nr + j] += a * b
 
-    return function_of("columns_by_columns", tile, "arrr", body, simulated)
+    return function_of(f"columns_by_columns_{rows}", tile, "arrr", body, simulated)
 
 
 @functools.cache
@@ -402,6 +414,7 @@ def bindings(tile: Tile) -> dict[str, Any]:
         "MULTIPLY": rows_by_columns(tile),
         "MULTIPLY_BACK": rows_by_rows(tile),
         "MULTIPLY_OUTER": columns_by_columns(tile),
+        "MULTIPLY_OUTER_AHEAD": columns_by_columns(tile, tile.ahead),
         "DOT": dot(tile),
         "PUT": put_neighbours(tile),
         "PUT_BACK": put_apart(tile),

@@ -221,7 +221,7 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "FEW": tile.few,
         "TENSOR": tile.tensor,
         "CHUNK": network_warps.CHUNK if tile.tensor else tile.few,
-        "AHEAD": tile.few,
+        "AHEAD": tile.ahead,
         "MR": tile.mr,
         "ACROSS": tile.across,
         "LANES": s.lanes,
