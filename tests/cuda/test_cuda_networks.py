@@ -110,6 +110,31 @@ def test_networks_of_any_widths_run_in_one_kernel(widths, dtype):
     Case(widths, 7, dtype=dtype).check()
 
 
+#: Tiles whose weights come in slices: whole, padded, of odd rows.
+MANY = [(F64, (2, 128, 128, 128, 1)), (F64, (3, 101, 72, 3)), (F32, (2, 128, 128, 128, 1))]
+MANY += [(F32, (3, 101, 72, 3)), (F32, (2, 192, 192, 1)), (F32, (2, 256, 256, 256, 2))]
+MANY += [(F32, (1, 77, 201, 140, 1))]
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator runs a few columns")
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("points", [5, 5003])
+@pytest.mark.parametrize(("dtype", "widths"), MANY)
+def test_networks_of_many_columns_run_in_one_kernel(dtype, widths, points, turned):
+    """Guards: the tiles of a GPU alone; bits are the same again, and a point's alone."""
+    case = Case(widths, points, seconds=1, dtype=dtype)
+    if turned:
+        case.weights = [np.ascontiguousarray(w.T).T for w in case.weights]
+    grads, again, saved = case.check()
+    for other in (saved, case.backward(True, grads)):
+        for x, y in zip(again, other, strict=True):
+            assert np.array_equal(nf.to_numpy(x), nf.to_numpy(y))
+    every = case.forward(True)
+    case.x = case.x[2:5]
+    for x, y in zip(case.forward(True), every, strict=True):
+        assert np.array_equal(nf.to_numpy(x), nf.to_numpy(y)[..., 2:5, :])
+
+
 @pytest.mark.parametrize("points", [1, 4, 5, 13])
 def test_blocks_and_tiles_that_are_not_full_add_nothing(points):
     Case((2, 8, 8, 1), points, seconds=1).check()

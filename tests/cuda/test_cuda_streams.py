@@ -19,10 +19,9 @@ import numfuse as nf
 from numfuse.problem.networks import NetworkProblem
 
 try:
-    from cuda_devices import AMPERE, HOPPER
+    from cuda_devices import ADA, AMPERE, HOPPER, TURING
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda import tiling
     from numfuse.backends.cuda.plan import networks
     from numfuse.backends.cuda.plan.program import View
 except ImportError as error:
@@ -112,7 +111,9 @@ class Case:
         every = (*[act["tanh"]] * (len(self.widths) - 2), act["none"])
         form = np.zeros((0, self.widths[0]), self.dtype), None, b"", 0
         how = every, self.widths, self.points, self.dtype, *form
-        networks.network(recorder, NetworkProblem(*how, True, backward, False, False, arrays, ()), bind)
+        networks.network(
+            recorder, NetworkProblem(*how, True, backward, False, False, arrays, ()), bind
+        )
         work = np.full(1 << 22, 255, np.uint8)
         owners = [x if x.base is None else x.base for x in arrays.values()]
         rows = {"FIRST_ROW": forward_row, "ROW": forward_row}
@@ -173,3 +174,45 @@ def test_float64_of_widths_that_fill_a_tile_and_points_that_fill_several():
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
 def test_float32(turned):
     Case("float32", (2, 100, 37, 1), 3, turned=turned).check()
+
+
+@pytest.mark.parametrize("info", [TURING, ADA, AMPERE, HOPPER], ids=lambda info: info.name)
+def test_what_is_planned_fits_the_device(info):
+    """Guards: what a kernel trusts of its tile, and that a forward keeps rows of its backward's."""
+    for dtype, width, (directions, seconds) in itertools.product(
+        KINDS, (8, 64, 96, 128, 192, 256), ((0, 0), (2, 1), (3, 3), (1, 6))
+    ):
+        found = []
+        for widths, backward in itertools.product(
+            ((2, width, width, 1), (8, *[width] * 7, 8)), (False, True)
+        ):
+            s = networks.sizes_of(info, dtype, widths, directions, seconds, backward)
+            if s is None:
+                continue
+            found.append(s.tile.width)
+            size, t = KINDS[dtype].itemsize, s.tile
+            taken = s.places(backward)[1] * size
+            assert taken <= info.shared_per_block
+            whole = s.resident == 1
+            assert whole or (taken + 1024) * s.resident <= info.shared_per_multiprocessor
+            assert s.threads % t.width == 0 and s.points * s.members <= s.rows
+            assert s.team % s.threads == 0 or s.threads % s.team == 0
+            if t.slice:
+                assert info is HOPPER and t.stages > 1
+                assert t.width % t.slice == 0 and s.threads % t.slice == 0
+                assert t.slice * t.width % (t.few * s.threads) == 0
+                assert s.threads % (t.width // t.few) == s.threads % (t.slice // t.few) == 0
+                assert t.back_pitch * size % 32 == 16 or dtype == "float64"
+        assert len(set(found)) <= 1
+        if info is HOPPER:
+            assert bool(found) == (width <= (256 if dtype == "float32" else 128))
+
+
+def test_a_tile_that_leaves_no_room_for_its_blocks_gives_way():
+    """Guards: two blocks where they fit, else one whose weights lie there whole."""
+    few, many = (
+        networks.sizes_of(HOPPER, "float32", widths, 2, 1, True)
+        for widths in ((2, *[128] * 5, 1), (8, *[128] * 4, 8))
+    )
+    assert (few.resident, few.threads, few.tile.slice) == (2, 128, 32)
+    assert (many.resident, many.threads, many.tile.slice) == (1, 256, 0)

@@ -106,6 +106,15 @@ def test_networks_of_any_widths_run_in_one_kernel(widths, dtype):
     Case(widths, 7, dtype=dtype).check()
 
 
+@pytest.mark.skipif(SIMULATED, reason="the simulator runs a few columns")
+@pytest.mark.parametrize(
+    ("dtype", "widths"),
+    [(F64, (8, 128, 128, 1)), (F32, (4, 128, 120, 128, 3)), (F32, (5, 250, 192, 2))],
+)
+def test_networks_of_many_columns_run_in_one_kernel(dtype, widths):
+    Case(widths, 7001, dtype=dtype).check()
+
+
 @pytest.mark.parametrize("points", [1, 4, 5, 29])
 def test_blocks_and_tiles_that_are_not_full_add_nothing(points):
     Case((2, 8, 8, 1), points).check()

@@ -428,7 +428,11 @@ NETWORK_FORWARDS: dict[str, tuple[NetworkTile, ...]] = {
 }
 #: The same before 9.0: with eight columns a thread of the second backward spills (100 bytes).
 NETWORK_OLDER: dict[str, tuple[NetworkTile, ...]] = {
-    "float32": (NetworkTile(32, 4, 128, 2), NetworkTile(64, 4, 256, 1), NetworkTile(128, 8, 256, 1)),
+    "float32": (
+        NetworkTile(32, 4, 128, 2),
+        NetworkTile(64, 4, 256, 1),
+        NetworkTile(128, 8, 256, 1),
+    ),
     "float64": NETWORK_TILES["float64"][:2],
 }
 #: Whether the simulator's tile streams its weights, for tests: values of K of a slice, 0: no.

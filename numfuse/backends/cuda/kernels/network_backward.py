@@ -90,9 +90,10 @@ def add_square(memory, t, total, before, plane, rows, fresh):
     """Add a part of the gradient of a layer's weights, of the rows of its team, to their plane."""
     down, across = own_square(t)
     at = plane + square_at(t) * SIZE
-    CLEAR(before)
     if EARLY:  # registers for it while the products are made
-        if not fresh:
+        if fresh:
+            CLEAR(before)
+        else:
             LOAD_SQUARE(before, at)
     team = t // TEAM
     part = (rows + (TEAMS - 1)) // TEAMS
@@ -113,7 +114,9 @@ def add_square(memory, t, total, before, plane, rows, fresh):
             MULTIPLY_OUTER(total, memory, row * PITCH + OTHER_AT + down, row * PITCH + across)
             row += 1
     if not EARLY:
-        if not fresh:
+        if fresh:
+            CLEAR(before)
+        else:
             LOAD_SQUARE(before, at)
     ADD_SQUARE(total, before, at)
 

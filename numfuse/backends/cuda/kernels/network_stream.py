@@ -70,7 +70,7 @@ def open_ring(memory, t, weights, row, column, rows, columns):
 
 
 def multiply_ring(total, memory, t, weights, row, column, rows, columns, last_row):
-    """Add the product of the tile's rows and a layer's weights to the sums: of rows before the last.
+    """Add the product of the tile's rows, up to the last one, and a layer's weights to the sums.
 
     `open_ring` has begun it; behind it the ring is read until the next barrier.
     """
