@@ -81,9 +81,14 @@ def clear_rows(memory, t, rows):
 
 
 def add_weights(memory, t, total, before, plane, rows, fresh):
-    """Add the gradient of a layer's weights to a plane: in rounds, where threads are too few."""
+    """Add the gradient of a layer's weights to a plane: in rounds, where threads are too few.
+
+    Threads beyond the last whole team have no part (SPARE: there are such).
+    """
     for part in range(ROUNDS):
-        add_square(memory, t + part * THREADS, total, before, plane, rows, fresh)
+        u = t + part * THREADS
+        if not SPARE or u < TEAMS * TEAM:
+            add_square(memory, u, total, before, plane, rows, fresh)
 
 
 def add_square(memory, t, total, before, plane, rows, fresh):
@@ -258,8 +263,10 @@ def backward(
         CLEAR(before)
         for layer in range(1, COUNT - 1):
             for part in range(ROUNDS):
-                at = plane + (layer - 1) * SQUARE + square_at(t + part * THREADS) * SIZE
-                ADD_SQUARE(total, before, at)
+                u = t + part * THREADS
+                if not SPARE or u < TEAMS * TEAM:
+                    at = plane + (layer - 1) * SQUARE + square_at(u) * SIZE
+                    ADD_SQUARE(total, before, at)
     BARRIER()
     write_slots(memory, t, table, slots + block * (SLOTS * WIDTH * SIZE))
 

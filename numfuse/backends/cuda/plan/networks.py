@@ -96,6 +96,11 @@ class Sizes:
         return max(1, self.threads // self.team)
 
     @property
+    def rounds(self) -> int:
+        """Return the rounds in which the threads make a whole gradient of weights."""
+        return -(-self.team // self.threads)
+
+    @property
     def slots(self) -> int:
         """Return the rows of sums over points."""
         return self.count - 1 + self.widths[0] + self.directions + self.widths[-1] + 1
@@ -239,7 +244,8 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "ROW_BACK": row(*how, True, p.seconds > 0),
         "TEAM": s.team,
         "TEAMS": s.teams,
-        "ROUNDS": -(-s.team // s.threads),
+        "ROUNDS": s.rounds,
+        "SPARE": s.rounds * s.threads > s.teams * s.team,
         "SQUARE": tile.width**2 * itemsize,
         "SQUARE_ACROSS": tile.width // tile.nr,
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
