@@ -143,12 +143,12 @@ def _tiles(
     """Return tiles with their threads, resident blocks, and points at once; the best one first."""
     if not info.capability[0]:
         width = tiling.round_up(max(widest, 8), 4)
-        tile = Tile(real, width, width + 2, *[width // 2] * 3, 2, 2)
-        if not tiling.NETWORK_SIMULATED_SLICE:
-            return [(tile, width, 2, 2, False)]
+        half, part = width // 2, tiling.NETWORK_SIMULATED_SLICE
+        if not part:
+            return [(Tile(real, width, width + 2, half, half, half, 2, 2), width, 2, 2, False)]
         width = tiling.round_up(width, 16)  # (a gradient of weights takes two rounds of threads)
-        step, ring = width // 8, (tiling.NETWORK_SIMULATED_SLICE, 2)
-        tile = Tile(real, width, width + 2, 2 * step, step, step, 8, 2, False, *ring)
+        step = width // 8
+        tile = Tile(real, width, width + 2, 2 * step, step, step, 8, 2, False, part, 2)
         return [(tile, width, 2, 1, False)]
     few = 4 if real == "float32" else 2
     table = tiling.NETWORK_TILES if info.capability >= (9, 0) else tiling.NETWORK_OLDER
@@ -158,11 +158,11 @@ def _tiles(
     found = []
     # (of one width both ways: a forward keeps rows of it)
     least = min((row.width for row in rows if widest <= row.width), default=0)
-    for width, nr, threads, resident, *ring in rows:
+    for width, nr, threads, resident, part, stages in rows:
         if width == least:
             tensor = real == "float64" and info.capability >= (9, 0)
             pitch = width + (4 if tensor else few)
-            tile = Tile(real, width, pitch, 8, nr, 8, width // nr, few, tensor, *ring)
+            tile = Tile(real, width, pitch, 8, nr, 8, width // nr, few, tensor, part, stages)
             found.append((tile, threads, resident, few, True))
     return found
 
