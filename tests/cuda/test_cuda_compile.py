@@ -454,6 +454,12 @@ CASES = [
         )
     ],
     *[
+        Case(f"network in slices {dtype} {width}, backward, kept",
+             network(dtype, (2, *[width] * 3, 1), True, True), HOPPER,
+             ("cp.async.cg.shared.global", "cp.async.wait_group"))
+        for dtype, width in (("float64", 128), ("float32", 192), ("float32", 256))
+    ],
+    *[
         Case(f"network's value {dtype} {width}, {'backward' if backward else 'forward'}",
              network(dtype, (4, *[width] * layers, 3), backward, jet=False), HOPPER,
              ("mma.sync.aligned.m16n8k8.row.col.f64",) if dtype == "float64" else ("fma.rn.f32",))

@@ -8,6 +8,7 @@
 - `network`, `network_backward`, `network_passes`: a network's jet in one kernel, and its gradients
 - `network_tiles`, `network_warps`, `network_rows`: its products in registers, by threads and by
   warps on tensor cores, and its formulas there
+- `network_stream`, `network_copies`: its weights in slices, through a ring, and the copies of these
 - `network_half`, `network_half_backward`, `network_fragments`: a network's value in 16 bits, its
   gradients, and the products of warps whose rows stay in registers
 - `planes`: the parts of a sum over K that is cut, and the epilogue behind them

@@ -62,7 +62,7 @@ class Tile:
     @property
     def ahead(self) -> int:
         """Return the rows of a gradient's loop: the loads of some go beside the sums of others."""
-        return 2 * self.few if self.slice else self.few
+        return 2 * self.few if self.slice and self.nr > self.few else self.few
 
     @property
     def stage(self) -> int:
