@@ -3,12 +3,12 @@
 #
 #     asv_benches/gpu_round.sh OUT [PART ...]
 #
-# Parts: tests networks tiles webgpu laplacian gated modules sweep (all of them by default). Each writes a
+# Parts: tests streams networks tiles webgpu laplacian gated modules sweep (all of them by default). Each writes a
 # log into the folder OUT. Kernels are compiled ahead, many at once, so that timed steps find them.
 set -u
 out=$(realpath -m "${1:?the folder for logs}")
 shift
-parts=" ${*:-tests networks tiles webgpu laplacian gated modules sweep} "
+parts=" ${*:-tests streams networks tiles webgpu laplacian gated modules sweep} "
 here=$(dirname "$(realpath "$0")")
 mkdir -p "$out"
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -33,6 +33,23 @@ if want tests; then
         --dist=worksteal "$here"/../tests/cuda/test_*{series,half_networks,values,jets,networks}.py \
         "$here/../tests/webgpu/test_webgpu_networks.py" "$here/../tests/conformance/test_networks.py" \
         -k "not cpu and not reference"
+fi
+if want streams; then  # networks whose weights come in slices: what is right first, then tiles beside one another
+    rows=("float32/100000 p/128,8,256,1 128,8,128,2,32,2 128,8,128,3,32,2/128,8,128,2,32,2 128,8,128,2,16,3"
+        "float64/50000 p/128,4,256,1,16,2 128,4,256,1,8,3"
+        "float32/x 192/192,4,384,1,16,3 256,8,256,1,16,3"
+        "float32/x 256/256,8,256,1,16,3 256,8,256,1,16,2"
+        "float32/x 96/96,4,384,1 96,4,192,2,16,3")
+    streamed() {
+        local dtype points words
+        IFS=/ read -r dtype points words <<< "$2"
+        limited "$3" "$1" $python jets_gpu.py --only "$dtype" "$points" --tiles $words
+    }
+    for row in "${rows[@]}"; do streamed ahead "$row" 150 & done
+    limited 240 stream_tests $python -m pytest -p no:cacheprovider -o addopts="" -n 10 -m "" -q -rf --tb=short \
+        --dist=worksteal "$here"/../tests/cuda/test_cuda_{networks,values}.py -k many_columns
+    wait
+    for row in "${rows[@]}"; do streamed streams "$row" 40; done
 fi
 if want networks; then
     for what in inference "training, 64" "training, d_x"; do

@@ -39,22 +39,29 @@ import numfuse as nf
 
 NU = 0.01 / np.pi
 #: {name: (points, widths, dtype)}
-BURGERS = {
-    f"Burgers, {points} points, {depth} x {width}, {dtype}": (
-        points,
-        (2, *[width] * depth, 1),
-        dtype,
-    )
-    for dtype, points, depth, width in (
-        ("float32", 20000, 4, 64),
-        ("float64", 20000, 4, 64),
-        ("float32", 100000, 5, 128),
-        ("float32", 7000, 3, 96),
-        ("float64", 50000, 4, 128),
-        ("float32", 50000, 4, 192),
-        ("float32", 50000, 4, 256),
-    )
-}
+Rows = dict[str, tuple[int, tuple[int, ...], str]]
+
+
+def burgers(*rows: tuple[str, int, int, int]) -> Rows:
+    """Return rows of Burgers' residual by their names."""
+    return {
+        f"Burgers, {points} points, {depth} x {width}, {dtype}": (
+            points,
+            (2, *[width] * depth, 1),
+            dtype,
+        )
+        for dtype, points, depth, width in rows
+    }
+
+
+BURGERS = burgers(
+    ("float32", 20000, 4, 64),
+    ("float64", 20000, 4, 64),
+    ("float32", 100000, 5, 128),
+    ("float32", 7000, 3, 96),
+)
+#: For `--tiles` alone: tiles beside the layers.
+WIDE = burgers(("float64", 50000, 4, 128), ("float32", 50000, 4, 192), ("float32", 50000, 4, 256))
 LAPLACE = {
     f"Laplacian, 2048 points, {dtype}": (2048, (50, 768, 768, 512, 512, 1), dtype)
     for dtype in ("float64", "float32")
@@ -402,7 +409,7 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
         if cuda_whole.ENABLED:
             there, _, back = word.rpartition("/")
             made = tuple(map(int, back.split(",")))
-            if made[0] < max(sizes[1:-1]) or made[0] > max(sizes[1:-1]) + 32:
+            if made[0] < max(sizes[1:-1]) or made[0] > max(sizes[1:-1]) + 64:
                 continue
             tiling.NETWORK_TILES[dtype] = (tiling.NetworkTile(*made),)
             first = [tiling.NetworkTile(*map(int, there.split(",")))] if there else []
@@ -443,13 +450,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     print(torch.cuda.get_device_name())
-    for name, how in (BURGERS | LAPLACE).items():
+    for name, how in (BURGERS | (WIDE if args.tiles else LAPLACE)).items():
         if not all(word in name for word in args.only):
             continue
-        if not args.tiles:
-            row(name, *how, args)
-        elif name in BURGERS:
+        if args.tiles:
             tiles(name, *how, args.tiles)
+        else:
+            row(name, *how, args)
 
 
 if __name__ == "__main__":
