@@ -1,9 +1,10 @@
 """A whole network's jet, or its value, as one launch, and its gradients as one and two joins.
 
-It applies to hidden layers of one activation and up to 128 columns, a last layer that is a product
-alone with few columns, and up to 8 members of a point; float32 or float64. A block keeps two tiles
-of rows and the weights of one layer in shared memory, so the device must have that. Values in 16
-bits have kernels of their own (`half_networks`).
+It applies to hidden layers of one activation and up to 256 columns (float64: 128; less before
+Hopper), a last layer that is a product alone with few columns, and up to 8 members of a point;
+float32 or float64. A block keeps two tiles of rows in shared memory and the weights of one layer,
+or some slices of these (`network_stream`), so the device must have that. Values in 16 bits have
+kernels of their own (`half_networks`).
 """
 
 from __future__ import annotations
