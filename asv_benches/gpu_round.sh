@@ -35,7 +35,7 @@ if want tests; then
         -k "not cpu and not reference"
 fi
 if want streams; then  # networks whose weights come in slices: what is right first, then tiles beside one another
-    rows=("float32/100000 p/128,8,256,1 128,8,128,2,32,2 128,8,128,3,32,2/128,8,128,2,32,2 128,8,128,2,16,3"
+    rows=("float32/100000 p/128,8,256,1 128,8,128,2,32,2 128,8,128,3,32,2/128,8,128,2,32,2 128,8,128,2,16,3 128,4,256,2,16,3"
         "float64/50000 p/128,4,256,1,16,2 128,4,256,1,8,3"
         "float32/x 192/192,4,384,1,16,3 256,8,256,1,16,3"
         "float32/x 256/256,8,256,1,16,3 256,8,256,1,16,2"
