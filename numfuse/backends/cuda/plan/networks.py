@@ -286,7 +286,8 @@ def _stream(s: Sizes, inner: list[View], found: dict[str, Any]) -> dict[str, Any
     ring = found | network_copies.bindings(tile)
     ring |= {"TURNED": turned, "UNIT": unit, "WIDE": unit > 1}
     ring |= {"SLICE": tile.slice, "STAGE": tile.stage, "STAGES": tile.stages}
-    ring["RUN"] = min(tile.slice, _RUN)
+    # (threads with fewer sums are many: they have no registers for it, and wait for one another)
+    ring["RUN"] = min(tile.slice, _RUN) if tile.nr > few else few
     made: dict[str, Any] = {"TURNED": turned}
     for back, name in ((False, ""), (True, "_BACK")):
         if back == turned:
