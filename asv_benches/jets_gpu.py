@@ -344,9 +344,10 @@ def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse
         runs["numfuse fused"] = core = ours(points_on, ws, bs, second, burgers_fused)
         core()
         runs["numfuse graphed"] = graphed(core)
-    if laplacian and dtype == "float32":
+    if dtype == "float32":
         runs["numfuse bf16x6"] = by_parts = in_parts(core)
         by_parts()
+        print(f"  {name}, bf16x6: {nf.last_call().kernel}", flush=True)
         runs["numfuse bf16x6 graphed"] = graphed(by_parts)
     if not (laplacian and sizes[0] > 8):
         runs["torch nested"] = nested(points_on, ws, bs, laplacian)

@@ -95,6 +95,19 @@ class Chain:
             return None
         return None if serve is None else serve(grad, self.x, *self.given, needs, out)
 
+    def along(
+        self, x_dot: Any, groups: Iterable[Sequence[Any]], grad: Any = None,
+        needs: Sequence[str] = (),
+    ) -> Any:  # fmt: skip
+        """Return what an adapter makes at once of a tangent of x alone; None where it does not.
+
+        That is the value and its tangent or, with a cotangent of that, the gradients.
+        """
+        serve = getattr(self.adapter, "perceptron_along", None)
+        if serve is None or x_dot is None or any(y is not None for group in groups for y in group):
+            return None
+        return serve(x_dot, grad, self.x, *self.given, needs)
+
     def again(
         self, others: Iterable[Any], options: tuple[Any, ...], long: Callable[[], Any]
     ) -> Any:

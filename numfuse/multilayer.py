@@ -7,7 +7,6 @@ one another (:mod:`numfuse.chains`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -273,7 +272,8 @@ def mlp_jvp(
     Notes
     -----
     `out` has the bits of :func:`mlp`. On the CPU a network whose layers are at most 256 wide is one
-    launch; else each layer is a call of :func:`matmul_bias_activation_jvp`.
+    launch, and on CUDA one that a kernel of whole networks serves, where x alone moves; else each
+    layer is a call of :func:`matmul_bias_activation_jvp`.
 
     Examples
     --------
@@ -299,7 +299,9 @@ def mlp_jvp(
     if found is None:
 
         def layers() -> Tangent:
-            *_, made = call.tangents(x_dot, *moved)
+            made = call.along(x_dot, moved)
+            if made is None:
+                *_, made = call.tangents(x_dot, *moved)
             return Tangent(*made)
 
         found = call.again((x_dot, *moved[0], *moved[1]), ("mlp_jvp",), layers)
@@ -351,7 +353,8 @@ def mlp_double_bwd(
     -----
     With t the tangent of the result along (u, v, w), these are the gradients of ``sum(grad * t)``;
     d_grad is t. On the CPU a network whose layers are at most 256 wide is one launch, which makes
-    the forward again; else a layer is some calls, :func:`matmul_bias_activation_double_bwd` among
+    the forward again, and on CUDA two are one that a kernel of whole networks serves, where `u`
+    alone is there; else a layer is some calls, :func:`matmul_bias_activation_double_bwd` among
     them.
 
     Examples
@@ -383,8 +386,12 @@ def mlp_double_bwd(
         found = None if whole is None else whole(call.net, u, *groups, grad, wanted, repeat)
     if found is None:
         arrays = u, *groups[0], *groups[1], grad
-        layers = partial(call.twice, u, *groups, grad, wanted)
-        found = call.again(arrays, ("mlp_double_bwd", wanted), layers)
+
+        def twice() -> NetworkSecondGradients:
+            made: Any = call.along(u, groups, grad, wanted)
+            return call.twice(u, *groups, grad, wanted) if made is None else made
+
+        found = call.again(arrays, ("mlp_double_bwd", wanted), twice)
     return NetworkSecondGradients(*map(call.rounded, found))
 
 

@@ -163,6 +163,9 @@ class Builder:
     def fadd(self, a: Any, b: Any) -> Value:
         return self._made(f"{self.real(a.type)}({plain(a)} + {plain(b)})", a.type)
 
+    def fsub(self, a: Any, b: Any) -> Value:
+        return self._made(f"{self.real(a.type)}({plain(a)} - {plain(b)})", a.type)
+
     def shl(self, a: Any, b: Any) -> Value:
         return self._made(f"signed(int({plain(a)}) << {plain(b)}, {a.type.width})", a.type)
 
@@ -439,6 +442,8 @@ class Machine:
             return self._matrices(values, what.endswith("trans"))
         if ".f64" in what:
             return _mma_double(what, values)
+        if "tf32" in what:
+            return _mma_tf32(values)
         return _mma_half(ml_dtypes.bfloat16 if "bf16" in what else np.float16, values)
 
     def _matrices(self, addresses: list[int], turned: bool) -> list[Any]:
@@ -564,6 +569,11 @@ class _Cuda:
         x, y, z = self.machine.current.block.index
         return SimpleNamespace(x=x, y=y, z=z)
 
+    @property
+    def gridDim(self) -> Any:
+        x, y, z = self.machine.grid
+        return SimpleNamespace(x=x, y=y, z=z)
+
     def grid(self, axes: int) -> int:
         return self.blockIdx.x * self.machine.threads + self.threadIdx.x
 
@@ -650,6 +660,7 @@ _PURE: dict[str, Callable[[Machine, list[Any]], Any]] = {
     "max.s32": lambda m, a: max(a[0], a[1]),
     "mov.b32": lambda m, a: a[0],
     "cvta.to.shared.u64": lambda m, a: a[0],
+    "cvt.rna.tf32.f32": lambda m, a: _as_tf32(a[0]),
     "cvt.rn.bf16.f32": lambda m, a: int(np.float32(a[0]).astype(ml_dtypes.bfloat16).view("i2")),
     "cvt.rn.bf16x2.f32": lambda m, a: _packed(a, ml_dtypes.bfloat16),
     "cvt.rn.f16x2.f32": lambda m, a: _packed(a, np.float16),
@@ -660,6 +671,27 @@ _PURE: dict[str, Callable[[Machine, list[Any]], Any]] = {
 def _packed(values: list[Any], kind: Any) -> int:
     """Return two float32, rounded to 16 bits, as one word, the first in its low half."""
     return int(np.array(values, np.float32).astype(kind).view(np.int32)[0])
+
+
+def _as_tf32(x: Any) -> int:
+    """Return the nearest number with 11 significant bits, halves away from zero, as its bits."""
+    word = int(np.float32(x).view(np.uint32))
+    return signed((word + (1 << 12)) & ~0x1FFF if np.isfinite(x) else word, 32)
+
+
+def _mma_tf32(values: list[Any]) -> list[Any]:
+    a, b, d = np.zeros((16, 8)), np.zeros((8, 8)), np.zeros((16, 8))
+    for lane, registers in enumerate(values):
+        g, s = lane >> 2, lane & 3
+        words = np.array(registers[:6], np.int64).astype(np.uint32)
+        factors = words.view(np.float32)
+        assert not (words & 0x1FFF)[~np.isnan(factors)].any(), "a factor is no tf32"
+        for r in range(4):
+            a[g + 8 * (r % 2), s + 4 * (r // 2)] = factors[r]
+            d[g + 8 * (r // 2), 2 * s + r % 2] = registers[6 + r]
+        for r in range(2):
+            b[s + 4 * r, g] = factors[4 + r]
+    return _fragments(a @ b + d, np.float32)
 
 
 def _mma_double(text: str, values: list[Any]) -> list[Any]:

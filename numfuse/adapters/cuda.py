@@ -58,6 +58,7 @@ __all__ = [
     "fused",
     "jet",
     "network",
+    "perceptron_along",
     "perceptron_at_once",
     "perceptron_is_whole",
     "repeated",
@@ -130,6 +131,7 @@ repeated = cuda_networks.chain_again
 network = cuda_networks.again(stacks.network(_arrays_of))
 _values = cuda_values.Values(_arrays_of)
 perceptron_at_once, perceptron_is_whole = _values.at_once, _values.is_whole
+perceptron_along = _values.along
 
 
 def _read(x: Any) -> tuple[Kind, Any, int]:

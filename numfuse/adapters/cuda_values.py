@@ -29,32 +29,33 @@ from numfuse.errors import BackendUnavailable
 from numfuse.operations import Operation
 from numfuse.problem.networks import NetworkProblem
 from numfuse.problem.operands import output
-from numfuse.problem.results import NetworkGradients
+from numfuse.problem.results import NetworkGradients, NetworkSecondGradients
 from numfuse.problem.shapes import merge_axes
-
-#: Networks of a call at most: the blocks of a grid along y.
-_MOST_NETWORKS = (1 << 16) - 1
-#: Rows of x at most: kernels count them, and some beyond, in 32 bits.
-_MOST_ROWS = 1 << 30
 
 
 class ValueOperation(Operation):
     """The value of a network of so many layers, or its gradients.
 
+    `along` says that there is a tangent of the points, too: then the value has one, and the
+    gradients are those of the tangent, by its cotangent.
+
     `moves` says that the gradient by the points is made; `length` is the shape of the array that
     has all gradients by weights and biases: a row of each network where there are several.
     """
 
-    def __init__(self, layers: int, backward: bool) -> None:
-        self.name, self.kind = ("mlp_bwd" if backward else "mlp"), "network"
-        self.layers, self.backward = layers, backward
-        self.mark = "network value", layers, backward
+    def __init__(self, layers: int, backward: bool, along: bool) -> None:
+        names = ("mlp_jvp", "mlp_double_bwd") if along else ("mlp", "mlp_bwd")
+        self.name, self.kind = names[backward], "network"
+        self.layers, self.backward, self.along = layers, backward, along
+        self.mark = "network value", layers, backward, along
         named = [f"{name}_{i}" for name in ("weights", "biases") for i in range(layers)]
-        self.operands = ["points", *named, *(["grad"] if backward else [])]
+        named += ["points_dot"] if along else []
+        grad = "grad_dot" if along else "grad"
+        self.operands = ["points", *named, *([grad] if backward else [])]
         self.needs = ()
         self.flags = ["guard", "moves", "length"]
         self.options = ["activation", "out", *self.flags]
-        self.results = ("d_points", "flat") if backward else ("u",)
+        self.results = ("d_points", "flat") if backward else ("u", "u_dot")[: 1 + along]
         self.fields = (*self.operands, *self.results)
         self.several = self.in_place = False
         self.problem = self._problem
@@ -81,19 +82,23 @@ class ValueOperation(Operation):
             arrays |= {n: y for n, y in zip(self.results, results, strict=True) if y is not None}
         else:
             shape = *batch, x.shape[-2], widths[-1]
-            if out is None:
+            if self.along:
+                results = np.empty(shape, x.dtype), np.empty(shape, x.dtype)
+                arrays |= zip(self.results, results, strict=True)
+            elif out is None:
                 results = np.empty(shape, x.dtype)
             else:
                 others = {self.label(name): y for name, y in arrays.items()}
                 results = output("out", out, shape, x.dtype, others)
-            arrays["u"] = results
+            if not self.along:
+                arrays["u"] = results
         functions = (*[activation] * (self.layers - 1), get("none"))
         how = (
             functions,
             widths,
             x.shape[-2],
             x.dtype,
-            np.zeros((0, widths[0]), x.dtype),
+            np.zeros((int(self.along), widths[0]), x.dtype),
             None,
             b"",
             0,
@@ -125,43 +130,11 @@ class _Signature(Signature):
 
 
 @functools.cache
-def _operation(layers: int, backward: bool) -> ValueOperation:
-    return ValueOperation(layers, backward)
+def _operation(layers: int, backward: bool, along: bool = False) -> ValueOperation:
+    return ValueOperation(layers, backward, along)
 
 
 _arguments = arguments_of(_Signature)
-
-
-def _form(
-    x: Array, weights: Sequence[Array], biases: Sequence[Array | None], backward: bool, moves: bool
-) -> tuple[tuple[int, ...], int] | None:
-    """Return the widths from x to the result, and the number of networks: 0 of a single one.
-
-    None where operands do not fit, or an operand's gradient would be a sum over networks.
-    """
-    operands = [x, *weights, *biases]
-    batches = {y.shape[0] for y in operands if y is not None and len(y.shape) == 3}
-    if len(batches) > 1 or 0 in batches or len(x.shape) not in (2, 3) or not x.shape[-2]:
-        return None
-    networks = batches.pop() if batches else 0
-    if networks > _MOST_NETWORKS or x.shape[-2] > _MOST_ROWS:
-        return None
-    found = [x.shape[-1]]
-    for w, bias in zip(weights, biases, strict=True):
-        if len(w.shape) not in (2, 3) or w.shape[-2] != found[-1] or w.dtype != x.dtype:
-            return None
-        width = w.shape[-1]
-        found.append(width)
-        if bias is None:
-            continue
-        shape = tuple(bias.shape)
-        if shape not in ((width,), (1, width), (networks, 1, width)) or bias.dtype != x.dtype:
-            return None
-    if networks and backward:
-        own = [*weights, *[y for y in biases if y is not None], *([x] if moves else [])]
-        if any(len(y.shape) != 3 for y in own):
-            return None
-    return tuple(found), networks
 
 
 def _hidden(activation: Any, final: Any, count: int) -> Activation | None:
@@ -176,11 +149,11 @@ def _hidden(activation: Any, final: Any, count: int) -> Activation | None:
 
 @functools.lru_cache(maxsize=512)
 def _sizes(
-    info: DeviceInfo, dtype: str, widths: tuple[int, ...], backward: bool
+    info: DeviceInfo, dtype: str, widths: tuple[int, ...], backward: bool, along: bool
 ) -> Sizes | HalfSizes | None:
     if dtype in HALF_DTYPES:
-        return half_sizes_of(info, dtype, widths, backward)
-    return sizes_of(info, dtype, widths, 0, 0, backward)
+        return None if along else half_sizes_of(info, dtype, widths, backward)
+    return sizes_of(info, dtype, widths, int(along), 0, backward, along)
 
 
 def half_gradients(
@@ -220,7 +193,7 @@ class Values:
 
     def _served(
         self, x: Any, weights: Any, biases: Any, how: tuple[Any, ...], backward: bool,
-        grad: Any = None, moves: bool = False,
+        grad: Any = None, moves: bool = False, x_dot: Any = None,
     ) -> Any:  # fmt: skip
         """Return the arrays' operations, the sizes, the activation and the number of networks.
 
@@ -231,12 +204,14 @@ class Values:
         activation, final, _, _ = how
         try:
             hidden = _hidden(activation, final, len(weights))
-            form = _form(x, weights, biases, backward, moves)
+            form = cuda_whole.form_of(x, weights, biases, backward, moves)
             if hidden is None or form is None:
                 return None
             widths, networks = form
             shape = *((networks,) if networks else ()), x.shape[-2], widths[-1]
             if grad is not None and (tuple(grad.shape) != shape or grad.dtype != x.dtype):
+                return None
+            if x_dot is not None and (x_dot.shape != x.shape or x_dot.dtype != x.dtype):
                 return None
             arrays = self._arrays_of("mlp", x)
             info, dtype = device(arrays.place(x)).info, arrays.dtype(x).name
@@ -244,10 +219,8 @@ class Values:
                 return None
         except (AttributeError, BackendUnavailable, TypeError, ValueError):
             return None
-        sizes = _sizes(info, dtype, widths, backward)
-        if sizes is None or (networks and not isinstance(sizes, HalfSizes)):
-            return None
-        return arrays, sizes, hidden, networks
+        sizes = _sizes(info, dtype, widths, backward, x_dot is not None)
+        return None if sizes is None else (arrays, sizes, hidden, networks)
 
     def _rows(self, x: Any) -> Any:
         """Return a view whose leading axes are one; None where there is none."""
@@ -299,14 +272,7 @@ class Values:
             return run(operation, operands, hidden, flags, (), out, backend, _arguments)
         flags = (guard, moves, (networks, sizes.flat) if networks else sizes.flat)
         made = run(operation, (*operands, grad), hidden, flags, (), None, backend, _arguments)
-        d_x, flat = made
-
-        if isinstance(sizes, HalfSizes):
-            groups: Any = half_gradients(flat, sizes, own, arrays.compact)
-        else:
-            groups = cuda_whole.gradients(flat, sizes, own, arrays.compact)
-        pairs = zip(("weights", "biases"), groups, strict=True)
-        return NetworkGradients(d_x, *[tuple(y) if name in needs else None for name, y in pairs])
+        return NetworkGradients(*_groups(made, sizes, own, arrays, needs))
 
     def is_whole(self, x: Any, weights: Any, biases: Any, how: tuple[Any, ...]) -> bool:
         """Return whether one kernel makes the value, and one the gradients."""
@@ -316,3 +282,46 @@ class Values:
             return False
         both = [self._served(points, weights, biases, how, back) for back in (False, True)]
         return None not in both
+
+    def along(
+        self, x_dot: Any, grad: Any, x: Any, weights: Any, biases: Any, how: tuple[Any, ...],
+        needs: Sequence[str],
+    ) -> Any:  # fmt: skip
+        """Return the value and its tangent along one of the points alone; None: layers run it.
+
+        With a cotangent: the gradients of its product with the tangent, by it (the tangent), the
+        points, weights and biases, as far as they are needed.
+        """
+        own = (None,) * len(weights) if biases is None else biases
+        moves, rest = "x" in needs, [y for y in needs if y != "grad"]
+        # the launches: of a value and its tangent, of gradients
+        both = [False] if grad is None else [False] * ("grad" in needs) + [True] * bool(rest)
+        served = [
+            self._served(x, weights, own, how, back, grad, back and moves, x_dot) for back in both
+        ]
+        if not both or None in served:
+            return None
+        made: dict[bool, Any] = {}
+        for back, (arrays, sizes, hidden, networks) in zip(both, served, strict=True):
+            length = (networks, sizes.flat) if networks else sizes.flat
+            flags: Any = (how[2], moves, length) if back else (how[2], False, 0)
+            given = x, *weights, *own, x_dot, *((grad,) if back else ())
+            operation = _operation(len(weights), back, True)
+            found = run(operation, given, hidden, flags, (), None, how[3], _arguments)
+            made[back] = _groups(found, sizes, own, arrays, needs) if back else found
+        if grad is None:
+            return made[False]
+        d_grad = made[False][1] if "grad" in needs else None
+        return NetworkSecondGradients(d_grad, *made.get(True, (None,) * 3))
+
+
+def _groups(
+    made: Sequence[Array | None], sizes: Sizes | HalfSizes, biases: Sequence[Array | None],
+    arrays: Arrays, needs: Sequence[str],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the gradients by x, weights and biases of what a kernel has made."""
+    d_x, flat = made
+    part = half_gradients if isinstance(sizes, HalfSizes) else cuda_whole.gradients
+    groups: Any = part(flat, sizes, biases, arrays.compact)  # type: ignore[arg-type]
+    pairs = zip(("weights", "biases"), groups, strict=True)
+    return d_x, *[tuple(y) if name in needs else None for name, y in pairs]

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import tolerance
 from arrays import Fenced, bits, in_layout, normal, unwritten
-from conftest import traits
+from conftest import served, traits
 from hypothesis import strategies as st
 from test_conformance import (
     arrays,  # noqa: F401  (a fixture that every test here uses)
@@ -179,6 +179,61 @@ def test_a_network_and_its_gradients_are_exact_within_the_bound(backend, call):
                 assert d is None
             else:
                 check(f"d_biases[{i}]", d, wanted, dtype, backend)
+
+
+@st.composite
+def ensembles(draw, backend):
+    """Several networks of one activation, with points of their own or the same ones."""
+    known = [x for x in ("float32", "float64") if x in served(backend)]
+    dtype = DTYPES[draw(st.sampled_from(known))]
+    rng, count = np.random.default_rng(draw(seeds)), draw(st.sampled_from((1, 2, 3)))
+    hidden = draw(st.lists(st.sampled_from((7, 8, 13)), min_size=1, max_size=3))
+    sizes = [draw(st.sampled_from((1, 3, 8))), *hidden, draw(st.sampled_from((1, 5)))]
+    points, own = draw(st.sampled_from((1, 5, 17))), draw(st.booleans())
+
+    def array(*shape, scale=1.0):
+        return in_layout(normal(rng, shape, dtype, scale), draw(layouts))
+
+    pairs = list(itertools.pairwise(sizes))
+    given = {"x": array(*((count,) if own else ()), points, sizes[0])}
+    given["weights"] = [array(count, k, n, scale=k**-0.5) for k, n in pairs]
+    given["biases"] = [array(count, 1, n) if draw(st.booleans()) else None for _, n in pairs]
+    given |= {"activation": [draw(ACTIVATIONS)] * len(hidden), "final": "none"}
+    return given, array(count, points, sizes[-1]), EVERY if own else EVERY[1:]
+
+
+def of_device(x, backend):
+    """The same arrays, on a device if the backend has one."""
+    if isinstance(x, list):
+        return [of_device(y, backend) for y in x]
+    there = isinstance(x, np.ndarray) and traits(backend).memory == "device"
+    return nf.to_device(x, backend) if there else x
+
+
+@pytest.mark.long
+@sampled(36, call=ensembles)
+def test_several_networks_are_exact_within_the_bound_each(backend, call):
+    given, grad, needs = call
+    dtype, own = given["x"].dtype, {name: of_device(y, backend) for name, y in given.items()}
+    got = nf.to_numpy(run(own, backend))
+    launched = [nf.last_call()]
+    made = back(of_device(grad, backend), own, backend, needs=needs)
+    launched.append(nf.last_call())
+    # (CUDA has a kernel for them: as many networks as there are, in one launch)
+    assert all("network" in x.kernel for x in launched if x.backend == "cuda")
+    found, value, error = ahead(given, backend)
+    check("out", got, (value, error), dtype, backend)
+    d_x, d_weights, d_biases = behind(grad, given, found, backend)
+    if "x" in needs:
+        check("d_x", nf.to_numpy(made.d_x), d_x, dtype, backend)
+    for name, group, exact in (
+        ("d_weights", made.d_weights, d_weights),
+        ("d_biases", made.d_biases, d_biases),
+    ):
+        for i, (d, wanted) in enumerate(zip(group, exact, strict=True)):
+            assert (d is None) == (wanted is None)
+            if d is not None:
+                check(f"{name}[{i}]", nf.to_numpy(d), wanted, dtype, backend)
 
 
 @pytest.mark.usefixtures("unrecorded")

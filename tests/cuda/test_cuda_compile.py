@@ -182,17 +182,20 @@ def jet(info, dtype, backward, seconds=2, n=1024, apart=0):
     return jets.launch(info, made, acc, operands, steps, 4096, sizes, is_short(acc, dtype))[0]
 
 
-def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER):
+def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER, precision="ieee",
+            several=(), along=False):  # fmt: skip
     """A network's jet of two directions and one second derivative, or its value.
 
-    A backward of the value makes the gradient by the points, too.
+    A backward of the value makes the gradient by the points, too. `several` is the axis of
+    networks; `along` says that the value has a tangent along one of the points.
     """
     itemsize, points = networks.ITEMSIZES[dtype], 20000
-    shapes = {"points": (points, widths[0]), "flat": (1 << 20,)}
+    shapes = {"points": (*several, points, widths[0]), "flat": (*several, 1 << 20)}
     for i, pair in enumerate(itertools.pairwise(widths)):
-        shapes |= {f"weights_{i}": pair, f"biases_{i}": pair[1:]}
+        shapes |= {f"weights_{i}": (*several, *pair), f"biases_{i}": (*several, 1, pair[1])}
     ends = ("grad", "grad_dot", "grad_ddot") if backward else ("u", "u_dot", "u_ddot")
-    shapes |= {x: (*c, points, widths[-1]) for x, c in zip(ends, ((), (2,), (1,)), strict=True)}
+    value = *several, points, widths[-1]
+    shapes |= {x: (*c, *value) for x, c in zip(ends, ((), (2,), (1,)), strict=True)}
     shapes["kept"] = len(widths) - 3, points, 4, widths[1]
 
     def view(shape, *_):
@@ -201,18 +204,22 @@ def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER):
     made = []
     recorder = SimpleNamespace(
         device=SimpleNamespace(info=info), constant=lambda x: 4096, fresh=view,
-        launches=lambda launches, at, work=0: made.extend(launches),
+        launches=lambda launches, at, work=0: made.extend(launches), precision=precision,
     )  # fmt: skip
     every = (ACT["tanh"],) * (len(widths) - 2) + (ACT["none"],)
     form = np.eye(2), np.ones((1, 2)), bytes([1, 0]), 1
     if not jet:
-        form = np.zeros((0, widths[0])), None, b"", 0
+        form = np.zeros((int(along), widths[0])), None, b"", 0
         shapes |= {"u": shapes[ends[0]], "d_points": shapes["points"]}
+        shapes |= {ends[1]: value, "points_dot": shapes["points"]}
     how = every, widths, points, dtype_of(dtype), *form
     kept = jet and not backward, saved
     arrays = {} if jet or not backward else {"d_points": None}
+    arrays |= {"points_dot": np.empty((1, 1))} if along else {}
+    arrays |= {"weights_0": np.empty((*several, 1, 1))} if several else {}
     problem = NetworkProblem(*how, True, backward, *kept, arrays, ())
-    there = shapes.keys() - set(() if jet else ("kept", *ends[1:]))
+    absent = () if jet else ("kept", ends[2], *(() if along else (ends[1], "points_dot")))
+    there = shapes.keys() - set(absent)
     networks.network(recorder, problem, lambda x: view(shapes[x]) if x in there else None)
     return tuple(made)
 
@@ -474,6 +481,30 @@ CASES = [
             ("bfloat16", "bf16", (64, 64, 64, 64, 64), HOPPER, "H200", True),
             ("float16", "f16", (64, 64, 64, 64), AMPERE, "A100", True),
         )
+    ],
+    *[
+        Case(f"network {width} {precision}, {'backward' if backward else 'forward'}, {saved:d}, "
+             f"{info.name}",
+             network("float32", (2, *[width] * layers, 1), backward, saved, info=info,
+                     precision=precision), info, (f"mma.sync.aligned.{kind}",))
+        for width, layers, backward, saved, precision, kind, info in (
+            (128, 5, True, True, "bf16x6", "m16n8k16.row.col.f32.bf16", HOPPER),
+            (128, 5, True, False, "bf16x6", "m16n8k16.row.col.f32.bf16", HOPPER),
+            (64, 4, True, False, "bf16x6", "m16n8k16.row.col.f32.bf16", HOPPER),
+            (64, 4, True, False, "bf16x6", "m16n8k16.row.col.f32.bf16", AMPERE),
+            (96, 3, True, True, "bf16x6", "m16n8k16.row.col.f32.bf16", HOPPER),
+            (64, 4, True, False, "tf32", "m16n8k8.row.col.f32.tf32", HOPPER),
+        )
+    ],
+    *[
+        Case(f"networks {dtype} 64, {'backward' if backward else 'forward'}",
+             network(dtype, (2, *[64] * 4, 1), backward, several=(16,)), HOPPER)
+        for dtype, backward in (("float32", False), ("float32", True), ("float64", True))
+    ],
+    *[
+        Case(f"network along a direction of each point, {dtype}",
+             network(dtype, (2, *[64] * 4, 1), True, jet=False, along=True), HOPPER)
+        for dtype in ("float32", "float64")
     ],
     Case("network's value bfloat16 128, forward",
          network("bfloat16", (64, 128, 128, 128, 64), False, jet=False), HOPPER,

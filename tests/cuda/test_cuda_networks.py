@@ -217,7 +217,6 @@ def test_any_strides_and_the_callers_own_results():
     "more",
     [
         {"final": "tanh"},
-        {"batch": (2,)},
         {"activation": ("tanh", "silu")},
         {"dtype": np.dtype(np.float16)},
     ],
@@ -229,6 +228,33 @@ def test_other_networks_go_by_layers(more):
     assert "network" not in nf.last_call().kernel
     if case.dtype.itemsize > 2:
         case.close(found, case.forward(False))
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("own", [False, True], ids=["shared points", "own points"])
+def test_several_networks_are_rows_of_the_grid(own, dtype):
+    case = Case((2, 8, 5, 8, 3), 9, 2, 1, dtype, batch=(3,))
+    case.biases = [np.stack([y, -y, y / 2])[:, None] for y in case.biases]
+    case.biases[2] = None
+    if own:
+        case.x = np.stack([case.x, -case.x, case.x[::-1]])
+    _, again, saved = case.check()
+    for x, y in zip(again, saved, strict=True):
+        assert x is y is None or np.array_equal(nf.to_numpy(x), nf.to_numpy(y))
+
+
+@pytest.mark.parametrize("shared", ["weights", "biases"])
+def test_a_gradient_that_is_a_sum_over_networks_goes_by_layers(shared):
+    case = Case((2, 4, 4, 1), 3, batch=(2,))
+    if shared == "weights":
+        case.biases = [np.stack([y, y])[:, None] for y in case.biases]
+        case.weights[1] = case.weights[1][0]
+    wanted = case.forward(False)
+    case.close(case.forward(True), wanted)
+    assert "network" in nf.last_call().kernel
+    grads = [np.ones(y.shape) for y in wanted]
+    case.close(case.backward(True, grads), case.backward(False, grads))
+    assert "network" not in nf.last_call().kernel
 
 
 def test_gradients_of_points_go_by_layers_whatever_was_kept():

@@ -221,11 +221,57 @@ def test_a_result_that_is_an_operand_is_refused():
 
 @pytest.mark.parametrize(
     "more",
-    [{"final": "tanh"}, {"activation": ("tanh", "silu")}, {"batch": (2,)}],
+    [{"final": "tanh"}, {"activation": ("tanh", "silu")}],
     ids=lambda more: next(iter(more)),
 )
 def test_other_networks_go_by_layers(more):
     Case((2, 4, 4, 1), 3, **more).check(whole=False)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("points", [1, 13])
+def test_several_networks_are_rows_of_the_grid(points, dtype):
+    case = Case((2, 8, 5, 8, 3), points, dtype, batch=(3,))
+    case.biases = [np.stack([y, -y, y / 2])[:, None] for y in case.biases]
+    case.biases[2] = None
+    case.close([case.forward(True)], [case.forward(False)])  # (points of all of them)
+    case.x = np.stack([case.x, -case.x, case.x[::-1]])
+    several = case.check()
+    # each has the bits that it has alone, on blocks of as many points
+    found, (d_x, *made) = nf.to_numpy(case.forward(True)), several
+    for i in range(3):
+        alone = Case((2, 8, 5, 8, 3), points, dtype)
+        alone.x, alone.grad = case.x[i], case.grad[i]
+        alone.weights = [w[i] for w in case.weights]
+        alone.biases = [None if y is None else y[i] for y in case.biases]
+        assert np.array_equal(nf.to_numpy(alone.forward(True)), found[i])
+        alone.close([d_x[i], *[None if y is None else y[i] for y in made]], alone.backward(False))
+
+
+def test_a_gradient_that_is_a_sum_over_networks_goes_by_layers():
+    case = Case((2, 4, 4, 1), 3, batch=(2,))
+    wanted = case.backward(False)
+    case.close(case.backward(True), wanted)
+    assert "network" not in nf.last_call().kernel
+    case.biases = [np.stack([y, y])[:, None] for y in case.biases]
+    needs = EVERY[1:]
+    wanted = case.backward(False, needs=needs)
+    case.close(case.backward(True, needs=needs), wanted)
+    assert "network backward" in nf.last_call().kernel
+    case.weights[1] = case.weights[1][0]
+    case.close(case.backward(True, needs=needs), case.backward(False, needs=needs))
+    assert "network" not in nf.last_call().kernel
+
+
+def test_several_networks_of_any_strides_and_the_callers_own_result():
+    case = Case((2, 8, 8, 1), 5, F32, batch=(2,))
+    wanted = case.forward(False)
+    turned = [w.swapaxes(-1, -2).copy() for w in case.weights]
+    x, weights, biases = case.there((case.x, turned, case.biases))
+    out = case.there(np.full((2, 5, 2), np.nan, F32))[..., :1]
+    found = nf.mlp(x, [w.transpose((0, 2, 1)) for w in weights], biases, out=out)
+    assert found is out and "network" in nf.last_call().kernel
+    case.close([found], [wanted])
 
 
 def test_operands_that_do_not_fit_are_refused_as_by_layers():

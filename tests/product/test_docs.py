@@ -108,7 +108,7 @@ MODULES_WITH_NAMES = {
 #: What dispatch asks every adapter for: users call the functions of `numfuse` in their place.
 HOOKS = {
     "activation", "describe", "epilogue_jet", "fused", "jet", "network", "perceptron",
-    "perceptron_at_once", "perceptron_is_whole", "repeated",
+    "perceptron_along", "perceptron_at_once", "perceptron_is_whole", "repeated",
 }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.perceptrons import (
     perceptron,
+    perceptron_along,
     perceptron_at_once,
     perceptron_is_whole,
     repeated,
@@ -53,6 +54,7 @@ __all__ = [
     "jet",
     "network",
     "perceptron",
+    "perceptron_along",
     "perceptron_at_once",
     "perceptron_is_whole",
     "repeated",

@@ -69,6 +69,22 @@ def perceptron_at_once(
     return _serve(grad, x, weights, biases, how, needs, out)
 
 
+def perceptron_along(
+    x_dot: Any, grad: Any, x: Any, weights: Any, biases: Any, how: tuple[Any, ...],
+    needs: Sequence[str],
+) -> Any:  # fmt: skip
+    """Return the value and its tangent along one of the points, or the gradients of that.
+
+    None: layers run them. No more may be asked of the tensors.
+    """
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
+        return None
+    tensors = [x_dot, x, *weights, *(biases or ()), *(() if grad is None else (grad,))]
+    if mode(tensors) != 1 or autocasts(x):
+        return None
+    return _serve_along(x_dot, grad, x, weights, biases, how, needs)
+
+
 def perceptron_is_whole(x: Any, weights: Any, biases: Any, how: tuple[Any, ...]) -> bool:
     """Return whether one kernel makes the value of such tensors, and one the gradients."""
     if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
@@ -95,6 +111,13 @@ def _serve(grad: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:
     groups = [None if y is None else _detached(y) for y in (weights, biases)]
     own = None if grad is None else own_values(grad)
     return on_cuda().perceptron_at_once(own, own_values(x), *groups, *rest)
+
+
+def _serve_along(x_dot: Any, grad: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:
+    """Return what kernels make of a tangent; None where there is none for such a network."""
+    groups = [None if y is None else _detached(y) for y in (weights, biases)]
+    own = None if grad is None else own_values(grad)
+    return on_cuda().perceptron_along(own_values(x_dot), own, own_values(x), *groups, *rest)
 
 
 def _detached(x: _Given) -> list[Any]:
@@ -141,12 +164,61 @@ class _DeviceValue(Function):
             rest = *_groups(call, weights, biases), call.groups(needs), None
             found = _serve(g, points, *rest)
             found = None if found is None else call.flat(found, needs)
+        elif torch.is_grad_enabled() and mode((g, *x)) == 2 and all(y.ndim < 3 for y in _there(x)):
+            made = iter(_apply_on_device_again(g, *x, call, needs))
+            found = [next(made) if need else None for need in needs]
         if found is None:
             found = _by_layers(call, g, x, needs)
         return *found, None
 
 
+def _there(x: _Given) -> list[Tensor]:
+    return [y for y in x if y is not None]
+
+
+class _DeviceGradients(Function):
+    """The gradients of a single network, where they are to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        g, *x, ctx.call, ctx.made = args
+        ctx.save_for_backward(g, *x)
+        ctx.set_materialize_grads(False)
+        points, weights, biases = ctx.call.apart(x)
+        rest = *_groups(ctx.call, weights, biases), ctx.call.groups(ctx.made), None
+        found = _serve(g, points, *rest)
+        if found is None:
+            with torch.no_grad():
+                made = _by_layers(ctx.call, g, [_detach(y) for y in x], ctx.made)
+        else:
+            made = ctx.call.flat(found, ctx.made)
+        return tuple([_detach(y) for y in made if y is not None])
+
+    @staticmethod
+    def backward(ctx: Any, *us: Any) -> Any:
+        (g, *x), call, made = ctx.saved_tensors, ctx.call, ctx.made
+        needs = list(ctx.needs_input_grad[:-2])
+        if all(u is None for u in us) or not any(needs):
+            return (None,) * (len(needs) + 2)
+        alone = made[0] and us[0] is not None and all(u is None for u in us[1:])
+        found = None
+        if alone and not torch.is_grad_enabled() and mode((us[0],)) == 1:  # x alone moves
+            points, weights, biases = call.apart(x)
+            wanted = ("grad",) * needs[0] + call.groups(needs[1:])
+            rest = *_groups(call, weights, biases), wanted
+            found = _serve_along(us[0], g, points, *rest)
+        if found is None:
+            return *_twice_by_layers(call, us, g, x, made, needs), None, None
+        d_grad, *others = found
+        return d_grad if needs[0] else None, *call.flat(others, needs[1:]), None, None
+
+
+def _detach(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
 _apply_on_device: Callable[..., Any] = super(Function, _DeviceValue).apply
+_apply_on_device_again: Callable[..., Any] = super(Function, _DeviceGradients).apply
 
 
 # --- on the CPU -----------------------------------------------------------------------------------

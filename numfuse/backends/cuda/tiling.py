@@ -426,6 +426,10 @@ NETWORK_TILES: dict[str, tuple[NetworkTile, ...]] = {
 NETWORK_FORWARDS: dict[str, tuple[NetworkTile, ...]] = {
     "float32": (),
 }
+#: Those of products of three bfloat16 parts (from 9.0 on), by columns of a tile whose weights lie
+#: whole: a thread has two sums for each result, for which the 128 registers of two blocks of 256
+#: threads are too few.
+NETWORK_SPLIT = {64: NetworkTile(64, 8, 128, 2)}
 #: The same before 9.0: with eight columns a thread of the second backward spills (100 bytes).
 NETWORK_OLDER: dict[str, tuple[NetworkTile, ...]] = {
     "float32": (

@@ -107,6 +107,12 @@ def mma_half(builder: Any, dtype: str, a: list[Any], b: list[Any], c: list[Any])
     return _mma(builder, text, "ffff", "rrrr", "rr", [*a, *b, *c])
 
 
+def mma_tf32(builder: Any, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
+    """mma.m16n8k8 of tf32 (9.7.14.5.6; 9.7.14.5.14), of words that `round_tf32` gives."""
+    text = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+    return _mma(builder, text, "ffff", "rrrr", "rr", [*a, *b, *c])
+
+
 def mma_double(builder: Any, k: int, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
     """mma.m16n8k4, k8 or k16 of f64 (9.7.14.5.14): compute capability 9.0."""
     text = f"mma.sync.aligned.m16n8k{k}.row.col.f64.f64.f64.f64"

@@ -5,9 +5,10 @@
 - `elementwise`, `epilogue`: an epilogue as a device function, and what a product does with its sums
 - `pointwise`, `rows`: passes over elements, printed from an epilogue
 - `jets`, `jet_lines`: the pass of a jet over points, and its text
-- `network`, `network_backward`, `network_passes`: a network's jet in one kernel, and its gradients
-- `network_tiles`, `network_warps`, `network_rows`: its products in registers, by threads and by
-  warps on tensor cores, and its formulas there
+- `network`, `network_backward`, `network_layers`, `network_passes`: a network's jet in one kernel,
+  and its gradients
+- `network_tiles`, `network_warps`, `network_split`, `network_rows`: its products in registers, by
+  threads and by warps on tensor cores in float64 and float32, and its formulas there
 - `network_stream`, `network_copies`: its weights in slices, through a ring, and the copies of these
 - `network_half`, `network_half_backward`, `network_fragments`: a network's value in 16 bits, its
   gradients, and the products of warps whose rows stay in registers

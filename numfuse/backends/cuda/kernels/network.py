@@ -24,37 +24,10 @@ from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.network_layers import MOST_LAYERS, Layers, Rows, Steps, own_layer
 from numfuse.backends.cuda.kernels.network_passes import first_pass, inner_pass, width_of
 
 i32, i64 = np.int32, np.int64
-
-#: Layers that a kernel has arguments for.
-MOST_LAYERS = 8
-
-
-@dataclass
-class Layer:
-    """Weights and bias of a layer; strides in elements. An address of 0: there is no bias."""
-
-    weights: Any
-    row: Any
-    column: Any
-    bias: Any
-    step: Any
-
-
-@dataclass
-class Layers:
-    """All layers; those behind the last are not used."""
-
-    l0: Layer
-    l1: Layer
-    l2: Layer
-    l3: Layer
-    l4: Layer
-    l5: Layer
-    l6: Layer
-    l7: Layer
 
 
 @dataclass
@@ -62,6 +35,7 @@ class Member:
     """A result or a cotangent: its address, 0 for none, and its strides in elements."""
 
     address: Any
+    network: Any
     member: Any
     row: Any
     column: Any
@@ -87,27 +61,8 @@ class Points:
     share: Any
 
 
-def layer_of(layers: Layers, number):
-    """Return a layer: its weights, their strides, its bias and the step of that."""
-    if COUNT > 1 and number == 1:
-        return layers.l1.weights, layers.l1.row, layers.l1.column, layers.l1.bias, layers.l1.step
-    if COUNT > 2 and number == 2:
-        return layers.l2.weights, layers.l2.row, layers.l2.column, layers.l2.bias, layers.l2.step
-    if COUNT > 3 and number == 3:
-        return layers.l3.weights, layers.l3.row, layers.l3.column, layers.l3.bias, layers.l3.step
-    if COUNT > 4 and number == 4:
-        return layers.l4.weights, layers.l4.row, layers.l4.column, layers.l4.bias, layers.l4.step
-    if COUNT > 5 and number == 5:
-        return layers.l5.weights, layers.l5.row, layers.l5.column, layers.l5.bias, layers.l5.step
-    if COUNT > 6 and number == 6:
-        return layers.l6.weights, layers.l6.row, layers.l6.column, layers.l6.bias, layers.l6.step
-    if COUNT > 7 and number == 7:
-        return layers.l7.weights, layers.l7.row, layers.l7.column, layers.l7.bias, layers.l7.step
-    return layers.l0.weights, layers.l0.row, layers.l0.column, layers.l0.bias, layers.l0.step
-
-
 # --- what a block keeps in shared memory ----------------------------------------------------------
-def prepare(memory, t, layers: Layers, table):
+def prepare(memory, t, layers: Layers, steps: Steps, network, table):
     """Write the biases, the first layer's weights and tangents, and the last layer's weights.
 
     What is no column of a layer is 0; a bias that is not there is -0, which changes no sum.
@@ -115,25 +70,26 @@ def prepare(memory, t, layers: Layers, table):
     for i in range(t, (COUNT - 1) * WIDTH, THREADS):
         layer = i // WIDTH
         n = i - layer * WIDTH
-        weights, row, column, bias, step = layer_of(layers, layer)
+        weights, row, column, bias, step = own_layer(layers, steps, layer, network)
         value = NOTHING
         if bias != 0 and n < width_of(layer):
             value = LOAD(bias, n * step)
         POKE(memory, BIAS_AT + i, value)
+    first, first_row, first_column, _bias, _step = own_layer(layers, steps, 0, network)
     for n in range(t, WIDTH, THREADS):
         for d in range(DIRECTIONS):
             moved = ZERO
             if n < WIDTHS[1]:
                 for i in range(INPUTS):
-                    w = LOAD(layers.l0.weights, i * layers.l0.row + n * layers.l0.column)
+                    w = LOAD(first, i * first_row + n * first_column)
                     moved = fused(LOAD(table, UNITS_AT + d * INPUTS + i), w, moved)
             POKE(memory, MOVED_AT + d * WIDTH + n, moved)
         for i in range(INPUTS):
             value = ZERO
             if n < WIDTHS[1]:
-                value = LOAD(layers.l0.weights, i * layers.l0.row + n * layers.l0.column)
+                value = LOAD(first, i * first_row + n * first_column)
             POKE(memory, FIRST_AT + i * WIDTH + n, value)
-        weights, row, column, bias, step = layer_of(layers, COUNT - 1)
+        weights, row, column, bias, step = own_layer(layers, steps, COUNT - 1, network)
         for o in range(OUTPUTS):
             value = ZERO
             if n < WIDTHS[COUNT - 1]:
@@ -141,9 +97,9 @@ def prepare(memory, t, layers: Layers, table):
             POKE(memory, LAST_AT + o * WIDTH + n, value)
 
 
-def fetch_weights(memory, t, layers: Layers, layer, held):
+def fetch_weights(memory, t, layers: Layers, steps: Steps, network, layer, held):
     """Bring the weights of a hidden layer to shared memory, with 0 around them."""
-    weights, row, column, _bias, _step = layer_of(layers, layer)
+    weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
     if WIDE_WEIGHTS == "columns":  # runs of memory along K: neighbouring threads have other columns
         for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
             i = v * THREADS + t
@@ -180,31 +136,49 @@ def fetch_weights(memory, t, layers: Layers, layer, held):
                 POKE(memory, WEIGHTS_AT + k * PITCH + n, held[v])
 
 
-def fetch_points(memory, t, x: Points, first, count):
-    """Bring the inputs of a tile to shared memory."""
+def fetch_rows(memory, t, to, address, row, column, first, count):
+    """Bring rows of the width of the inputs to shared memory."""
     for i in range(t, count * INPUTS, THREADS):
         p = i // INPUTS
-        value = LOAD(x.address, (first + p) * x.row + (i - p * INPUTS) * x.column)
-        POKE(memory, INPUTS_AT + i, value)
+        POKE(memory, to + i, LOAD(address, (first + p) * row + (i - p * INPUTS) * column))
 
 
-def place_of(ends: Members, m, point, o):
+def fetch_points(memory, t, x: Points, x_dot: Rows, steps: Steps, network, first, count):
+    """Bring the inputs of a tile to shared memory, and their own directions where they have any."""
+    address, moved = x.address, x_dot.address
+    if SEVERAL:
+        address = address + network * SIZE * steps.x
+        moved = moved + network * SIZE * steps.x_dot
+    fetch_rows(memory, t, INPUTS_AT, address, x.row, x.column, first, count)
+    if POINT_DIRECTIONS:
+        to = INPUTS_AT + POINTS * INPUTS
+        fetch_rows(memory, t, to, moved, x_dot.row, x_dot.column, first, count)
+
+
+def place_of(ends: Members, network, m, point, o):
     """Return where a member of a result, or of a cotangent, is: an address and an index."""
     if m == 0:
-        return ends.value.address, point * ends.value.row + o * ends.value.column
+        at = point * ends.value.row + o * ends.value.column
+        if SEVERAL:
+            at = at + network * ends.value.network
+        return ends.value.address, at
     if m <= DIRECTIONS:
         at = (m - 1) * ends.dot.member + point * ends.dot.row + o * ends.dot.column
+        if SEVERAL:
+            at = at + network * ends.dot.network
         return ends.dot.address, at
     at = (m - 1 - DIRECTIONS) * ends.ddot.member + point * ends.ddot.row + o * ends.ddot.column
+    if SEVERAL:
+        at = at + network * ends.ddot.network
     return ends.ddot.address, at
 
 
-def fetch_cotangents(memory, t, ends: Members, first, count):
+def fetch_cotangents(memory, t, ends: Members, network, first, count):
     """Bring the cotangents of a tile to shared memory; those that are not there are 0."""
     for i in range(t, count * (MEMBERS * OUTPUTS), THREADS):
         row = i // OUTPUTS
         p = row // MEMBERS
-        address, at = place_of(ends, row - p * MEMBERS, first + p, i - row * OUTPUTS)
+        address, at = place_of(ends, network, row - p * MEMBERS, first + p, i - row * OUTPUTS)
         value = ZERO
         if address != 0:
             value = LOAD(address, at)
@@ -212,13 +186,14 @@ def fetch_cotangents(memory, t, ends: Members, first, count):
 
 
 # --- the kernel -----------------------------------------------------------------------------------
-# Where a thread's part begins. On tensor cores a warp has 32 x 32 sums, and lane 4 g + s row g of
-# its rows, column g of the other factor's columns, and k = s.
+# Where a thread's part begins. On tensor cores a warp has 32 rows and SPAN columns of sums. Lane
+# 4 g + s has rows of its warp from DEALT g on, columns of the other factor from there on, k from
+# DEALT s on, and sums of columns from 2 DEALT s on.
 def own_row(t):
     """Return the first row of a thread's sums, and the first of its warp's."""
     if TENSOR:
-        warp = (t >> 5) // (WIDTH // 32) * 32
-        return warp + ((t & 31) >> 2), warp
+        warp = (t >> 5) // (WIDTH // SPAN) * 32
+        return warp + ((t & 31) >> 2) * DEALT, warp
     if LANES:
         warp = (t >> 5) // (ACROSS // 4) * (8 * MR)
         return warp + ((t >> 1) & 7), warp
@@ -226,9 +201,9 @@ def own_row(t):
 
 
 def own_column(t):
-    """Return a thread's number along the columns; on tensor cores its first column."""
+    """Return a thread's number along the columns; on tensor cores its warp's first column."""
     if TENSOR:
-        return (t >> 5) % (WIDTH // 32) * 32 + ((t & 31) >> 2)
+        return (t >> 5) % (WIDTH // SPAN) * SPAN
     if LANES:
         return (t >> 5) % (ACROSS // 4) * 4 + ((t & 1) | ((t >> 3) & 2))
     return t % ACROSS
@@ -238,21 +213,23 @@ def left_at(t):
     """Return where a thread's values of the tile's rows begin."""
     row, _warp = own_row(t)
     if TENSOR:
-        return row * PITCH + (t & 3)
+        return row * PITCH + (t & 3) * DEALT
     return row * PITCH
 
 
 def right_at(t):
     """Return where its columns of the weights begin, or of a slice of their rows."""
     if TENSOR:
-        return WEIGHTS_AT + (t & 3) * PITCH + own_column(t)
+        column = own_column(t) + ((t & 31) >> 2) * DEALT
+        return WEIGHTS_AT + (t & 3) * (DEALT * PITCH) + column
     return WEIGHTS_AT + own_column(t) * FEW
 
 
 def right_back_at(t):
     """Return where its rows of the weights begin, or of a slice of their columns."""
     if TENSOR:
-        return WEIGHTS_AT + own_column(t) * BACK_PITCH + (t & 3)
+        row = own_column(t) + ((t & 31) >> 2) * DEALT
+        return WEIGHTS_AT + row * BACK_PITCH + (t & 3) * DEALT
     return WEIGHTS_AT + own_column(t) * BACK_PITCH
 
 
@@ -260,13 +237,20 @@ def sums_at(t, step):
     """Return where its sums begin in the tile; `step` is from a thread's columns to the next."""
     row, _warp = own_row(t)
     if TENSOR:
-        return row * PITCH + (own_column(t) - ((t & 31) >> 2) + 2 * (t & 3))
+        return row * PITCH + own_column(t) + (t & 3) * (2 * DEALT)
     return row * PITCH + own_column(t) * step
 
 
-def write_results(memory, t, layers: Layers, ends: Members, first, count):
+def here(t):
+    """Return the thread's number; what a phase computes of it is computed there, not kept."""
+    if TWICE:
+        return FRESH(i32(t))
+    return t
+
+
+def write_results(memory, t, layers: Layers, steps: Steps, ends: Members, network, first, count):
     """Write the results of a tile: the last layer is a product alone."""
-    _weights, _row, _column, bias, step = layer_of(layers, COUNT - 1)
+    _weights, _row, _column, bias, step = own_layer(layers, steps, COUNT - 1, network)
     for i in range(t, count * (MEMBERS * OUTPUTS), THREADS):
         row = i // OUTPUTS
         o = i - row * OUTPUTS
@@ -277,24 +261,24 @@ def write_results(memory, t, layers: Layers, ends: Members, first, count):
         m = row - p * MEMBERS
         if m == 0 and bias != 0:
             value = value + LOAD(bias, o * step)
-        address, at = place_of(ends, m, first + p, o)
+        address, at = place_of(ends, network, m, first + p, o)
         STORE(address, at, value)
 
 
-def begin_forward(memory, t, layers: Layers, layer, held):
+def begin_forward(memory, t, layers: Layers, steps: Steps, network, layer, held):
     """Bring the weights of a hidden layer to shared memory, or begin to, for a forward."""
     if STREAMED:
-        weights, row, column, _bias, _step = layer_of(layers, layer)
+        weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
         OPEN(memory, t, weights, row, column, width_of(layer - 1), width_of(layer))
     else:
-        fetch_weights(memory, t, layers, layer, held)
+        fetch_weights(memory, t, layers, steps, network, layer, held)
 
 
-def multiply_forward(total, memory, t, layers: Layers, layer, rows):
+def multiply_forward(total, memory, t, layers: Layers, steps: Steps, network, layer, rows):
     """Make a thread's sums of a hidden layer, and put them in the place of its inputs."""
     CLEAR(total)
     if STREAMED:
-        weights, row, column, _bias, _step = layer_of(layers, layer)
+        weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
         columns = width_of(layer)
         STREAM(total, memory, t, weights, row, column, width_of(layer - 1), columns, rows)
     else:
@@ -303,33 +287,51 @@ def multiply_forward(total, memory, t, layers: Layers, layer, rows):
         if warp_row < rows:
             for k in range(0, WIDTH, CHUNK):
                 MULTIPLY(total, memory, left + k, right + k * PITCH)
+    if TWICE:
+        SETTLE(total)
     BARRIER()
     if TURNED:
-        PUT_BACK(total, memory, sums_at(t, 1))
+        PUT_BACK(total, memory, sums_at(here(t), 1))
     else:
-        PUT(total, memory, sums_at(t, FEW))
+        PUT(total, memory, sums_at(here(t), FEW))
 
 
-def hidden_layers(memory, t, layers: Layers, total, given, made, weights, count, kept, layer_step):
+def hidden_layers(
+    memory,
+    t,
+    layers: Layers,
+    steps: Steps,
+    network,
+    total,
+    given,
+    made,
+    weights,
+    count,
+    kept,
+    layer_step,
+):
     """Make a tile of what the last hidden layer gives, of inputs that are in shared memory.
 
     `kept` is where the sums of the tile are kept, of the second layer on, `layer_step` bytes apart.
     """
     if COUNT > 2:
-        begin_forward(memory, t, layers, 1, total)
-    first_pass(memory, t, given, made, weights, 0, count)
+        begin_forward(memory, here(t), layers, steps, network, 1, total)
+    first_pass(memory, here(t), given, made, weights, 0, count)
     BARRIER()
     for layer in range(1, COUNT - 1):
-        multiply_forward(total, memory, t, layers, layer, count * MEMBERS)
+        rows = count * MEMBERS
+        multiply_forward(total, memory, here(t), layers, steps, network, layer, rows)
         BARRIER()
         if layer < COUNT - 2:
-            begin_forward(memory, t, layers, layer + 1, total)
+            begin_forward(memory, here(t), layers, steps, network, layer + 1, total)
         sums = kept + (layer - 1) * layer_step
-        inner_pass(memory, t, given, made, weights, 0, count, layer, sums, False)
+        inner_pass(memory, here(t), given, made, weights, 0, count, layer, sums, False)
         BARRIER()
 
 
-def forward(x: Points, layers: Layers, table, ends: Members, kept, layer_step):
+def forward(
+    x: Points, x_dot: Rows, layers: Layers, steps: Steps, table, ends: Members, kept, layer_step
+):
     """Write the results of a network for a part of the points."""
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     total = cuda.local.array(TOTALS, REAL)
@@ -339,22 +341,25 @@ def forward(x: Points, layers: Layers, table, ends: Members, kept, layer_step):
     for i in unrolled(WEIGHTS):
         weights[i] = LOAD(table, i)
     t = cuda.threadIdx.x
-    prepare(memory, t, layers, table)
+    network = cuda.blockIdx.y if SEVERAL else 0
+    prepare(memory, t, layers, steps, network, table)
     first = cuda.blockIdx.x * x.share
     last = min(first + x.share, x.count)
     while first < last:
         count = min(last - first, POINTS)
-        fetch_points(memory, t, x, first, count)
+        fetch_points(memory, here(t), x, x_dot, steps, network, first, count)
         BARRIER()
-        tile = kept + first * POINT_KEPT
-        hidden_layers(memory, t, layers, total, given, made, weights, count, tile, layer_step)
-        write_results(memory, t, layers, ends, first, count)
+        tile = kept + (network * x.count + first) * POINT_KEPT
+        hidden_layers(
+            memory, t, layers, steps, network, total, given, made, weights, count, tile, layer_step
+        )
+        write_results(memory, here(t), layers, steps, ends, network, first, count)
         BARRIER()
         first += POINTS
 
 
 #: Sizes and strides are in elements.
-ADDRESSES = "x_address table " + " ".join(
+ADDRESSES = "x_address x_dot_address table " + " ".join(
     f"layers_l{i}_{name}" for i in range(MOST_LAYERS) for name in ("weights", "bias")
 )
 ENDS = " ".join(f"ends_{name}_address" for name in ("value", "dot", "ddot"))

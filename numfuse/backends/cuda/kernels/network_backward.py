@@ -5,29 +5,26 @@
 # ruff: noqa: F821
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.network import (
     ADDRESSES,
     ENDS,
-    Layers,
     Members,
     Points,
     fetch_cotangents,
     fetch_points,
     fetch_weights,
+    here,
     hidden_layers,
-    layer_of,
     left_at,
     own_row,
     prepare,
     right_back_at,
     sums_at,
 )
+from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_layer
 from numfuse.backends.cuda.kernels.network_passes import (
     back_pass,
     first_back_pass,
@@ -38,15 +35,6 @@ from numfuse.backends.cuda.kernels.network_passes import (
 )
 
 
-@dataclass
-class Rows:
-    """The gradient by the points: an address and strides in elements."""
-
-    address: Any
-    row: Any
-    column: Any
-
-
 def own_square(t):
     """Return where a part of a weight gradient begins: in the tile's rows, and columns.
 
@@ -55,7 +43,7 @@ def own_square(t):
     u = t % TEAM
     if TENSOR:
         warp = u >> 5
-        return warp // (WIDTH // 32) * 32, warp % (WIDTH // 32) * 32
+        return warp // (WIDTH // SPAN) * 32, warp % (WIDTH // SPAN) * SPAN
     if SQUARE_LANES:
         warp = u >> 5
         down = warp // (SQUARE_ACROSS // 4) * 8 + ((u >> 1) & 7)
@@ -68,7 +56,8 @@ def square_at(t):
     """Return where its sums begin in a matrix in memory."""
     down, across = own_square(t)
     if TENSOR:
-        return (down + ((t & 31) >> 2)) * WIDTH + across + 2 * (t & 3)
+        row = down + ((t & 31) >> 2) * DEALT
+        return row * WIDTH + across + (t & 3) * (2 * DEALT)
     return down * WIDTH + across
 
 
@@ -105,10 +94,12 @@ def add_square(memory, t, total, before, plane, rows, fresh):
     CLEAR(total)
     if TENSOR:
         part = (part + (CHUNK - 1)) // CHUNK * CHUNK
-        lane = (t & 3) * PITCH + ((t & 31) >> 2)
+        lane = (t & 3) * (DEALT * PITCH) + ((t & 31) >> 2) * DEALT
         for row in range(team * part, min(rows, team * part + part), CHUNK):
             here = row * PITCH + lane
             MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
+        if TWICE:
+            SETTLE(total)
     else:
         row, end = team * part, min(rows, team * part + part)
         while row + AHEAD <= end:
@@ -126,20 +117,20 @@ def add_square(memory, t, total, before, plane, rows, fresh):
     ADD_SQUARE(total, before, at)
 
 
-def begin_backward(memory, t, layers: Layers, layer, held):
+def begin_backward(memory, t, layers: Layers, steps: Steps, network, layer, held):
     """Bring the weights of a hidden layer to shared memory, or begin to, for a backward."""
     if STREAMED:
-        weights, row, column, _bias, _step = layer_of(layers, layer)
+        weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
         OPEN_BACK(memory, t, weights, row, column, width_of(layer - 1), width_of(layer))
     else:
-        fetch_weights(memory, t, layers, layer, held)
+        fetch_weights(memory, t, layers, steps, network, layer, held)
 
 
-def multiply_backward(total, memory, t, layers: Layers, layer, rows):
+def multiply_backward(total, memory, t, layers: Layers, steps: Steps, network, layer, rows):
     """Make the gradients by a layer's inputs, and put them in the place of those by its sums."""
     CLEAR(total)
     if STREAMED:
-        weights, row, column, _bias, _step = layer_of(layers, layer)
+        weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
         columns = width_of(layer)
         STREAM_BACK(total, memory, t, weights, row, column, width_of(layer - 1), columns, rows)
     else:
@@ -148,11 +139,13 @@ def multiply_backward(total, memory, t, layers: Layers, layer, rows):
         if warp_row < rows:
             for k in range(0, WIDTH, CHUNK):
                 MULTIPLY_BACK(total, memory, left + k, right + k)
+    if TWICE:
+        SETTLE(total)
     BARRIER()
     if TURNED:
-        PUT(total, memory, sums_at(t, FEW))
+        PUT(total, memory, sums_at(here(t), FEW))
     else:
-        PUT_BACK(total, memory, sums_at(t, 1))
+        PUT_BACK(total, memory, sums_at(here(t), 1))
 
 
 def write_slots(memory, t, table, slots):
@@ -168,9 +161,10 @@ def write_slots(memory, t, table, slots):
         for i in range(INPUTS):
             at = SLOTS_AT + (FIRST_SLOT + i) * THREADS + column
             value = PEEK(memory, at)
-            for d in range(DIRECTIONS):
-                q = PEEK(memory, SLOTS_AT + (FIRST_SLOT + INPUTS + d) * THREADS + column)
-                value = value + LOAD(table, UNITS_AT + d * INPUTS + i) * q
+            if not POINT_DIRECTIONS:
+                for d in range(DIRECTIONS):
+                    q = PEEK(memory, SLOTS_AT + (FIRST_SLOT + INPUTS + d) * THREADS + column)
+                    value = value + LOAD(table, UNITS_AT + d * INPUTS + i) * q
             POKE(memory, at, value)
         for slot in range(SLOTS):
             value = PEEK(memory, SLOTS_AT + slot * THREADS + column)
@@ -181,19 +175,32 @@ def write_slots(memory, t, table, slots):
         column += THREADS
 
 
-def write_points_gradient(memory, t, d_x: Rows, first, count):
+def write_points_gradient(memory, t, d_x: Rows, steps: Steps, network, first, count):
     """Write the gradients by the inputs of a tile, which has those by the first layer's sums."""
+    address = d_x.address
+    if SEVERAL:
+        address = address + network * SIZE * steps.d_x
     for i in range(t, count * INPUTS, THREADS):
         p = i // INPUTS
         column = i - p * INPUTS
         value = ZERO
         for k in range(0, WIDTH, FEW):
             value = DOT(value, memory, p * (MEMBERS * PITCH) + k, FIRST_AT + column * WIDTH + k)
-        STORE(d_x.address, (first + p) * d_x.row + column * d_x.column, value)
+        STORE(address, (first + p) * d_x.row + column * d_x.column, value)
 
 
 def backward(
-    x: Points, layers: Layers, table, ends: Members, kept, layer_step, planes, slots, d_x: Rows
+    x: Points,
+    x_dot: Rows,
+    layers: Layers,
+    steps: Steps,
+    table,
+    ends: Members,
+    kept,
+    layer_step,
+    planes,
+    slots,
+    d_x: Rows,
 ):
     """Add up a network's gradients by weights and biases for a part of the points."""
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
@@ -206,55 +213,72 @@ def backward(
     for i in unrolled(WEIGHTS):
         weights[i] = LOAD(table, i)
     t = cuda.threadIdx.x
-    block = cuda.blockIdx.x
+    network = cuda.blockIdx.y if SEVERAL else 0
+    block = network * cuda.gridDim.x + cuda.blockIdx.x
     plane = planes + (block * TEAMS + t // TEAM) * PLANE
-    prepare(memory, t, layers, table)
+    prepare(memory, t, layers, steps, network, table)
     for slot in range(SLOTS):
         POKE(memory, SLOTS_AT + slot * THREADS + t, ZERO)
-    first = block * x.share
+    first = cuda.blockIdx.x * x.share
     last = min(first + x.share, x.count)
     fresh = True
     while first < last:
         count = min(last - first, POINTS)
         rows = count * MEMBERS
-        fetch_points(memory, t, x, first, count)
-        fetch_cotangents(memory, t, ends, first, count)
+        fetch_points(memory, here(t), x, x_dot, steps, network, first, count)
+        fetch_cotangents(memory, here(t), ends, network, first, count)
         BARRIER()
-        tile = kept + (first * POINT_KEPT if SAVED else block * BLOCK_KEPT)
+        point = network * x.count + first
+        tile = kept + (point * POINT_KEPT if SAVED else block * BLOCK_KEPT)
         if SAVED:
-            begin_backward(memory, t, layers, COUNT - 2, total)
+            begin_backward(memory, here(t), layers, steps, network, COUNT - 2, total)
             sums = tile + (COUNT - 3) * layer_step
-            inner_pass(memory, t, given, made, weights, 0, count, COUNT - 2, sums, True)
+            inner_pass(memory, here(t), given, made, weights, 0, count, COUNT - 2, sums, True)
             BARRIER()
         else:
             # the forward again; the last hidden layer's weights stay where they are
-            hidden_layers(memory, t, layers, total, given, made, weights, count, tile, layer_step)
+            hidden_layers(
+                memory,
+                t,
+                layers,
+                steps,
+                network,
+                total,
+                given,
+                made,
+                weights,
+                count,
+                tile,
+                layer_step,
+            )
             if STREAMED and COUNT > 2:
-                begin_backward(memory, t, layers, COUNT - 2, total)
-        last_gradients(memory, t, count)
+                begin_backward(memory, here(t), layers, steps, network, COUNT - 2, total)
+        last_gradients(memory, here(t), count)
         layer = COUNT - 2
         while layer > 0:
             # Q of this layer, in place, and what went into the layer, beside it
             sums = tile + (layer - 1) * layer_step
-            back_pass(memory, t, given, made, weights, count, layer, sums)
+            back_pass(memory, here(t), given, made, weights, count, layer, sums)
             if layer > 1:
                 sums = tile + (layer - 2) * layer_step
-                inner_pass(memory, t, given, made, weights, OTHER_AT, count, layer - 1, sums, True)
+                inner_pass(
+                    memory, here(t), given, made, weights, OTHER_AT, count, layer - 1, sums, True
+                )
             else:
-                first_pass(memory, t, given, made, weights, OTHER_AT, count)
+                first_pass(memory, here(t), given, made, weights, OTHER_AT, count)
             if TENSOR:
-                clear_rows(memory, t, rows)
+                clear_rows(memory, here(t), rows)
             BARRIER()
-            add_weights(memory, t, total, before, plane + (layer - 1) * SQUARE, rows, fresh)
-            multiply_backward(total, memory, t, layers, layer, rows)
+            add_weights(memory, here(t), total, before, plane + (layer - 1) * SQUARE, rows, fresh)
+            multiply_backward(total, memory, here(t), layers, steps, network, layer, rows)
             if layer > 1:
-                begin_backward(memory, t, layers, layer - 1, total)
+                begin_backward(memory, here(t), layers, steps, network, layer - 1, total)
             BARRIER()
             layer -= 1
-        first_back_pass(memory, t, given, made, weights, count, run)
+        first_back_pass(memory, here(t), given, made, weights, count, run)
         BARRIER()
         if MOVES:
-            write_points_gradient(memory, t, d_x, first, count)
+            write_points_gradient(memory, here(t), d_x, steps, network, first, count)
             BARRIER()
         fresh = False
         first += POINTS

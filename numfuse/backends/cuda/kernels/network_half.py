@@ -14,49 +14,19 @@ last one's columns, lie in that order.
 # ruff: noqa: F821
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from numfuse.backends.cuda.compile.intrinsics import least, quotient
 from numfuse.backends.cuda.compile.scalars import both, select
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.network import Layers, layer_of
-from numfuse.backends.cuda.kernels.network_backward import Rows
 from numfuse.backends.cuda.kernels.network_fragments import (
     peek_reals,
     place_of_rows,
     poke_real,
     word_if,
 )
+from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_layer
 from numfuse.backends.cuda.kernels.network_passes import width_of
-
-
-@dataclass
-class Steps:
-    """How far the arrays of a network are from those of the next, in elements."""
-
-    x: Any
-    #: The result, or its cotangent.
-    out: Any
-    d_x: Any
-    weights_0: Any
-    weights_1: Any
-    weights_2: Any
-    weights_3: Any
-    weights_4: Any
-    weights_5: Any
-    weights_6: Any
-    weights_7: Any
-    bias_0: Any
-    bias_1: Any
-    bias_2: Any
-    bias_3: Any
-    bias_4: Any
-    bias_5: Any
-    bias_6: Any
-    bias_7: Any
 
 
 def column_of(place, pairs):
@@ -104,34 +74,13 @@ def bring(to, t, layer, held, shape, padded, turned):
         poke_real(bias_to + q * 4, value)
 
 
-def step_of(steps: Steps, number):
-    """Return how far a layer's weights, and its bias, are from a network to the next."""
-    if COUNT > 1 and number == 1:
-        return steps.weights_1, steps.bias_1
-    if COUNT > 2 and number == 2:
-        return steps.weights_2, steps.bias_2
-    if COUNT > 3 and number == 3:
-        return steps.weights_3, steps.bias_3
-    if COUNT > 4 and number == 4:
-        return steps.weights_4, steps.bias_4
-    if COUNT > 5 and number == 5:
-        return steps.weights_5, steps.bias_5
-    if COUNT > 6 and number == 6:
-        return steps.weights_6, steps.bias_6
-    if COUNT > 7 and number == 7:
-        return steps.weights_7, steps.bias_7
-    return steps.weights_0, steps.bias_0
-
-
 def prepare(memory, t, layers: Layers, steps: Steps, held):
     """Bring the weights and biases of all layers of the block's network to shared memory."""
-    network = cuda.blockIdx.y * 2
+    network = cuda.blockIdx.y
     for i in unrolled(COUNT):
         shape = WIDTHS[i], WIDTHS[i + 1], SPREAD[i], SPREAD[i + 1]
         padded = DOWN[i], ACROSS[i], memory + BIAS_AT[i]
-        weights, row, column, bias, step = layer_of(layers, i)
-        further, bias_further = step_of(steps, i)
-        layer = weights + network * further, row, column, bias + network * bias_further, step
+        layer = own_layer(layers, steps, i, network)
         bring(memory + WEIGHTS_AT[i], t, layer, held, shape, padded, TURNED[i])
 
 

@@ -18,8 +18,6 @@ from numfuse.backends.cuda.compile.scalars import both
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.network import Layers
-from numfuse.backends.cuda.kernels.network_backward import Rows
 from numfuse.backends.cuda.kernels.network_fragments import (
     peek_word,
     place_of_columns,
@@ -27,7 +25,8 @@ from numfuse.backends.cuda.kernels.network_fragments import (
     poke_word,
     store_real_if,
 )
-from numfuse.backends.cuda.kernels.network_half import Steps, column_of, inside, multiply, prepare
+from numfuse.backends.cuda.kernels.network_half import column_of, inside, multiply, prepare
+from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps
 from numfuse.backends.cuda.kernels.network_passes import width_of
 
 

@@ -23,14 +23,24 @@ def width_of(layer):
 
 
 def first_sums(memory, given, at, point, column):
-    """Write the sums of the first layer: those of its directions are the same for all points."""
+    """Write the sums of the first layer.
+
+    Those of its directions are the same for all points, unless these have a direction each.
+    """
     value = ZERO
     for i in unrolled(INPUTS):
         x = PEEK(memory, INPUTS_AT + point * INPUTS + i)
         value = fused(x, PEEK(memory, FIRST_AT + i * WIDTH + column), value)
     given[at] = value + PEEK(memory, BIAS_AT + column)
-    for d in unrolled(DIRECTIONS):
-        given[at + 1 + d] = PEEK(memory, MOVED_AT + d * WIDTH + column)
+    if POINT_DIRECTIONS:
+        moved = ZERO
+        for i in unrolled(INPUTS):
+            x = PEEK(memory, INPUTS_AT + (POINTS + point) * INPUTS + i)
+            moved = fused(x, PEEK(memory, FIRST_AT + i * WIDTH + column), moved)
+        given[at + 1] = moved
+    else:
+        for d in unrolled(DIRECTIONS):
+            given[at + 1 + d] = PEEK(memory, MOVED_AT + d * WIDTH + column)
 
 
 def write(memory, made, u, at, inside):
@@ -165,8 +175,9 @@ def back_pass(memory, t, given, made, weights, count, layer, sums):
 
 
 def first_back_pass(memory, t, given, made, weights, count, run):
-    """Add what the first layer has to the sums: its inputs' members but the value are constant.
+    """Add what the first layer has to the sums.
 
+    Its inputs' members but the value are constant, or a direction of the point's own.
     Where the gradient by the points is made too, the tile gets that by the value's sums.
     """
     column, point = t % WIDTH, t // WIDTH
@@ -188,8 +199,14 @@ def first_back_pass(memory, t, given, made, weights, count, run):
                 run[0] = run[0] + q
                 for i in unrolled(INPUTS):
                     run[1 + i] = fused(PEEK(memory, INPUTS_AT + p * INPUTS + i), q, run[1 + i])
-                for d in unrolled(DIRECTIONS):
-                    run[1 + INPUTS + d] = run[1 + INPUTS + d] + made[u * MEMBERS + (1 + d)]
+                if POINT_DIRECTIONS:
+                    q_dot = made[u * MEMBERS + 1]
+                    for i in unrolled(INPUTS):
+                        x = PEEK(memory, INPUTS_AT + (POINTS + p) * INPUTS + i)
+                        run[1 + i] = fused(x, q_dot, run[1 + i])
+                else:
+                    for d in unrolled(DIRECTIONS):
+                        run[1 + INPUTS + d] = run[1 + INPUTS + d] + made[u * MEMBERS + (1 + d)]
                 if MOVES:
                     if not FULL:
                         if column >= WIDTHS[1]:

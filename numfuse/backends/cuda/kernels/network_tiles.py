@@ -48,8 +48,9 @@ class Tile:
     across: int
     #: Neighbours of one access.
     few: int
-    #: Whether warps multiply on tensor cores (`network_warps`), so many sums of each thread.
-    tensor: bool = False
+    #: How warps multiply on tensor cores, so many sums of each thread: "float64" (`network_warps`),
+    #: "bf16x6" or "tf32" (`network_split`); "": threads multiply.
+    tensor: str = ""
     #: Values of K of a slice of the weights and stages of their ring; 0: weights lie there whole.
     slice: int = 0
     stages: int = 0

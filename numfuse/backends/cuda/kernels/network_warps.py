@@ -28,6 +28,8 @@ _SIZE = 8
 #: Pieces of a warp's part: 16 rows, 8 columns; and values of K of one instruction.
 _ROWS, _COLUMNS = 2, 4
 CHUNK = 8
+#: Neighbouring rows, columns and values of K that a lane has: see `network.own_row`.
+DEALT = 1
 
 
 def _multiply(

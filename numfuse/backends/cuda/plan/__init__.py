@@ -1,7 +1,7 @@
 """Hop 4 on CUDA: a problem becomes a program of launches.
 
 - `lower`, `second_order`, `fused`, `jets`: the products and passes of each operation
-- `networks`: all layers of a network as one launch; `half_networks`,
+- `networks`, `network_slots`: all layers of a network as one launch; `half_networks`,
   `half_sizes`: in 16 bits
 - `batches`, `places`: a product over batch axes as launches; the elements that one launch has
 - `product`: the description of one product that a tier is given, and the launch that it returns

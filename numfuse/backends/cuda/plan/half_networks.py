@@ -18,11 +18,10 @@ from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
 from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels import network_fragments as fragments
 from numfuse.backends.cuda.kernels.elementwise import formula
-from numfuse.backends.cuda.kernels.network import MOST_LAYERS, Layer, Layers
-from numfuse.backends.cuda.kernels.network_backward import Rows
-from numfuse.backends.cuda.kernels.network_half import HALF_FORWARD, Steps, fetch, forward, put
+from numfuse.backends.cuda.kernels.network_half import HALF_FORWARD, fetch, forward, put
 from numfuse.backends.cuda.kernels.network_half_backward import HALF_BACKWARD, backward
 from numfuse.backends.cuda.plan.half_sizes import HalfSizes, half_sizes_of, pairs_of
+from numfuse.backends.cuda.plan.network_slots import Slots
 from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
 from numfuse.problem.operands import format_of
 
@@ -76,6 +75,8 @@ def _bindings(s: HalfSizes, dtype: str, turned: tuple[bool, ...]) -> dict[str, A
         "PIECES": s.pieces,
         "THREADS": 32 * s.warps,
         "HELD": _HELD,
+        "SEVERAL": True,
+        "SIZE": 2,
         "DOWN": s.down,
         "ACROSS": s.across,
         "TURNED": tuple(map(int, turned)),
@@ -165,65 +166,12 @@ def _back_bindings(s: HalfSizes, dtype: str) -> dict[str, Any]:
     return found
 
 
-class _Slots:
-    """The buffers of a launch's arguments, by the names of their slots."""
-
-    def __init__(self, bind: Bind) -> None:
-        self.at: dict[str, tuple[int, int]] = {}
-        self._bind = bind
-
-    def view(self, name: str) -> View:
-        """Return an array that is there."""
-        found = self._bind(name)
-        assert found is not None
-        return found
-
-    def slot(self, name: str, x: View) -> Slot:
-        """Return the argument that is the address of an array."""
-        self.at[name] = x.at()
-        return Slot(name)
-
-    def rows(self, name: str) -> Rows:
-        """Return an array of rows as a record."""
-        x = self.view(name)
-        return Rows(self.slot(name, x), *x.strides[-2:])
-
-    def step(self, name: str, axes: int = 2) -> int:
-        """Return how far an array is from the next network's: 0 where that is the same."""
-        x = self._bind(name)
-        return x.strides[0] if x is not None and len(x.shape) > axes else 0
-
-    def steps(self, out: str) -> Steps:
-        """Return how far the arrays of a network are from those of the next."""
-        layers = range(MOST_LAYERS)
-        ends = self.step("points"), self.step(out), self.step("d_points")
-        weights = [self.step(f"weights_{i}") for i in layers]
-        return Steps(*ends, *weights, *[self.step(f"biases_{i}") for i in layers])
-
-    def layers(self, count: int) -> tuple[Layers, tuple[bool, ...]]:
-        """Return the weights and biases, and which weights have their columns in memory."""
-        found, turned = [], []
-        for i in range(MOST_LAYERS):
-            if i >= count:
-                found.append(Layer(0, 0, 0, 0, 0))
-                continue
-            w, bias = self.view(f"weights_{i}"), self._bind(f"biases_{i}")
-            place: Any = 0
-            step = 0
-            if bias is not None:
-                place, step = self.slot(f"biases_{i}", bias), bias.strides[-1]
-            row, column = w.strides[-2:]
-            found.append(Layer(self.slot(f"weights_{i}", w), row, column, place, step))
-            turned.append(abs(row) < abs(column))
-        return Layers(*found), tuple(turned)
-
-
 def half_network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     """Record a network's value in 16 bits, or its gradients."""
     dtype, info = format_of(p.dtype), rec.device.info
     s = half_sizes_of(info, dtype, p.widths, p.backward)
     assert s is not None and p.count
-    slots = _Slots(bind)
+    slots = Slots(bind)
     layers, turned = slots.layers(s.count)
     bindings = _bindings(s, dtype, turned)
     first, inner, last = s.padded
@@ -260,7 +208,7 @@ def half_network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     given |= {
         "grad": slots.rows("grad"),
         "planes": slots.slot("planes", planes),
-        "d_x": slots.rows("d_points") if moves else Rows(0, 0, 0),
+        "d_x": slots.rows("d_points"),
     }
     how = {"threads": threads, "blocks": s.resident, "name": f"network backward {dtype} {inner}"}
     made = kernel_of(backward, HALF_BACKWARD, bindings, **how)

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import network_fragments as fragments
-from numfuse.backends.cuda.kernels.network import MOST_LAYERS
+from numfuse.backends.cuda.kernels.network_layers import MOST_LAYERS
 from numfuse.backends.cuda.plan.product import DeviceInfo
 
 HALF_DTYPES = "float16", "bfloat16"

@@ -10,7 +10,7 @@ kernels of their own (`half_networks`).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,24 +20,23 @@ from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
-from numfuse.backends.cuda.kernels import joins, network_copies, network_tiles, network_warps
-from numfuse.backends.cuda.kernels.network import (
-    FORWARD,
-    MOST_LAYERS,
-    Layer,
-    Layers,
-    Member,
-    Members,
-    Points,
-    forward,
+from numfuse.backends.cuda.kernels import (
+    joins,
+    network_copies,
+    network_split,
+    network_tiles,
+    network_warps,
 )
-from numfuse.backends.cuda.kernels.network_backward import BACKWARD, Rows, backward
+from numfuse.backends.cuda.kernels.network import FORWARD, Member, Members, Points, forward
+from numfuse.backends.cuda.kernels.network_backward import BACKWARD, backward
+from numfuse.backends.cuda.kernels.network_layers import MOST_LAYERS
 from numfuse.backends.cuda.kernels.network_rows import row
 from numfuse.backends.cuda.kernels.network_stream import multiply_ring, open_ring
 from numfuse.backends.cuda.kernels.network_tiles import Tile
 from numfuse.backends.cuda.plan.half_networks import half_network
 from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES
 from numfuse.backends.cuda.plan.lower import Bind
+from numfuse.backends.cuda.plan.network_slots import Slots
 from numfuse.backends.cuda.plan.product import ITEMSIZES, DeviceInfo, Launch, Operand, Slot
 from numfuse.problem.operands import format_of
 
@@ -76,6 +75,8 @@ class Sizes:
     widths: tuple[int, ...]
     directions: int
     members: int
+    #: Whether a point has a direction of its own, and there is no other.
+    own: bool = False
 
     @property
     def count(self) -> int:
@@ -118,7 +119,7 @@ class Sizes:
             "FIRST_AT": inputs * width,
             "MOVED_AT": self.directions * width,
             "LAST_AT": outputs * width,
-            "INPUTS_AT": self.points * inputs,
+            "INPUTS_AT": self.points * inputs * (1 + self.own),
             "GRADS_AT": self.points * self.members * outputs if back else 0,
             "SLOTS_AT": self.slots * self.threads if back else 0,
         }
@@ -149,7 +150,7 @@ def _tiles(
             return [(Tile(real, width, width + 2, half, half, half, 2, 2), width, 2, 2, False)]
         width = tiling.round_up(width, 16)  # (a gradient of weights takes two rounds of threads)
         step = width // 8
-        tile = Tile(real, width, width + 2, 2 * step, step, step, 8, 2, False, part, 2)
+        tile = Tile(real, width, width + 2, 2 * step, step, step, 8, 2, "", part, 2)
         return [(tile, width, 2, 1, False)]
     few = 4 if real == "float32" else 2
     table = tiling.NETWORK_TILES if info.capability >= (9, 0) else tiling.NETWORK_OLDER
@@ -161,7 +162,7 @@ def _tiles(
     least = min((row.width for row in rows if widest <= row.width), default=0)
     for width, nr, threads, resident, part, stages in rows:
         if width == least:
-            tensor = real == "float64" and info.capability >= (9, 0)
+            tensor = real if real == "float64" and info.capability >= (9, 0) else ""
             pitch = width + (4 if tensor else few)
             tile = Tile(real, width, pitch, 8, nr, 8, width // nr, few, tensor, part, stages)
             found.append((tile, threads, resident, few, True))
@@ -170,9 +171,13 @@ def _tiles(
 
 @functools.lru_cache(maxsize=256)
 def sizes_of(
-    info: DeviceInfo, real: str, widths: tuple[int, ...], directions: int, seconds: int, back: bool
-) -> Sizes | None:
-    """Return how a block runs a network of these widths, from x to u; None: it does not."""
+    info: DeviceInfo, real: str, widths: tuple[int, ...], directions: int, seconds: int, back: bool,
+    own: bool = False,
+) -> Sizes | None:  # fmt: skip
+    """Return how a block runs a network of these widths, from x to u; None: it does not.
+
+    `own` says that the one direction is an array of all points.
+    """
     count, members = len(widths) - 1, 1 + directions + seconds
     few = members <= tiling.NETWORK_MEMBERS and 0 < widths[-1] <= tiling.NETWORK_OUTPUTS
     if real not in ("float32", "float64") or not (2 <= count <= MOST_LAYERS and few):
@@ -182,19 +187,57 @@ def sizes_of(
     if widths[-1] > min(max(widths[1:-1]), 8):
         return None
     for tile, threads, resident, at_once, lanes in _tiles(info, real, max(widths[1:-1]), back):
-        rows = threads // tile.across * tile.mr
-        step = threads // tile.width * at_once
-        points = rows // members // step * step
-        how = points, at_once, lanes, widths, directions, members
-        made = Sizes(tile, threads, resident, *how)
-        taken = made.places(back)[1] * ITEMSIZES[real]
-        if points and taken <= info.shared_per_block:
-            if (taken + _RESERVED) * resident > info.shared_per_multiprocessor and lanes:
-                if tile.slice:  # that is made for so many blocks
-                    continue
-                return Sizes(tile, threads, 1, *how)
+        how = threads, resident, at_once, lanes
+        made = _placed(info, tile, *how, widths, directions, members, own, back)
+        if made is not None:
             return made
     return None
+
+
+def _placed(
+    info: DeviceInfo, tile: Tile, threads: int, resident: int, at_once: int, lanes: bool,
+    widths: tuple[int, ...], directions: int, members: int, own: bool, back: bool,
+) -> Sizes | None:  # fmt: skip
+    """Return how blocks of so many threads run a network by a tile; None: it does not fit."""
+    rows = threads // tile.across * tile.mr
+    step = threads // tile.width * at_once
+    points = rows // members // step * step
+    made = Sizes(tile, threads, resident, points, at_once, lanes, widths, directions, members, own)
+    taken = made.places(back)[1] * ITEMSIZES[tile.real]
+    if not points or taken > info.shared_per_block:
+        return None
+    if (taken + _RESERVED) * resident > info.shared_per_multiprocessor and lanes:
+        # (a tile with slices is made for so many blocks)
+        return None if tile.slice else replace(made, resident=1)
+    return made
+
+
+def on_tensor_cores(s: Sizes, info: DeviceInfo, precision: str, back: bool) -> Sizes:
+    """Return how a block runs a network by products of this precision; its results lie as before.
+
+    Where tensor cores cannot, products are IEEE's.
+    """
+    real, width = s.tile.real, s.tile.width
+    warps = s.lanes and width % 32 == 0 and info.capability >= (8, 0) and not s.tile.slice
+    if precision == "ieee" or real != "float32" or not warps:
+        return s
+    nr, threads, resident = s.tile.nr, s.threads, s.resident
+    if precision == "bf16x6" and info.capability >= (9, 0) and width in tiling.NETWORK_SPLIT:
+        _, nr, threads, resident, *_ = tiling.NETWORK_SPLIT[width]
+    tile = replace(s.tile, nr=nr, across=width // nr, tensor=precision)
+    what = s.widths, s.directions, s.members, s.own
+    return _placed(info, tile, threads, resident, s.at_once, s.lanes, *what, back) or s
+
+
+def _engine(tile: Tile) -> dict[str, Any]:
+    """Return the products of a tile, and where a lane's part begins."""
+    found, twice = network_tiles.bindings(tile), network_split.is_split(tile)
+    found |= {"TENSOR": bool(tile.tensor), "TWICE": twice, "TOTALS": (1 + twice) * tile.sums}
+    if not tile.tensor:
+        return found | {"CHUNK": tile.few}
+    warps = network_warps if tile.tensor == "float64" else network_split
+    found |= {"CHUNK": warps.CHUNK, "SPAN": 8 * tile.nr, "DEALT": warps.DEALT}
+    return found | warps.bindings(tile)
 
 
 def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str, Any]:
@@ -225,14 +268,11 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "WEIGHTS": max(1, p.seconds * p.directions),
         "UNITS_AT": max(1, p.seconds * p.directions),
         "FEW": tile.few,
-        "TENSOR": tile.tensor,
-        "CHUNK": network_warps.CHUNK if tile.tensor else tile.few,
         "AHEAD": tile.ahead,
         "MR": tile.mr,
         "ACROSS": tile.across,
         "LANES": s.lanes,
         "HELD": min(8, tile.sums),
-        "TOTALS": tile.sums,
         "REAL": getattr(types, real),
         "ZERO": kind(0),
         "NOTHING": kind(-0.0),
@@ -250,26 +290,31 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SQUARE": tile.width**2 * itemsize,
         "SQUARE_ACROSS": tile.width // tile.nr,
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
-        "EARLY": real == "float32",
+        "EARLY": real == "float32" and not tile.tensor,
         "PLANE": s.squares * itemsize,
         "FULL": all(width == tile.width for width in s.widths[1:-1]),
         "STRIDE": s.threads // tile.width * s.members,
         "KEEPS": p.keeps or (p.backward and not p.saved),
         "SAVED": p.saved,
         "MOVES": "d_points" in p.arrays,
+        "POINT_DIRECTIONS": s.own,
         "POINT_KEPT": s.members * tile.width * itemsize,
         "BLOCK_KEPT": (hidden - 1) * s.rows * tile.width * itemsize,
         "SLOTS": s.slots,
         "FIRST_SLOT": hidden,
         "LAST_SLOT": hidden + inputs + p.directions,
     }
-    found |= network_tiles.bindings(tile)
-    return found | (network_warps.bindings(tile) if tile.tensor else {})
+    return found | _engine(tile)
 
 
-def _steps(x: View, count: int) -> tuple[int, ...]:
-    """Return the last strides of an array, 0 for axes that it lacks."""
-    return (0,) * (count - len(x.strides)) + x.strides[-count:]
+def _member(slots: Slots, name: str, several: bool) -> Member:
+    """Return a result or a cotangent, of which nothing may be there."""
+    y = slots.bind(name)
+    if y is None or 0 in y.shape:
+        return Member(0, 0, 0, 0, 0)
+    step = y.strides[-3] if several else 0
+    member = y.strides[0] if len(y.shape) > 2 + several else 0
+    return Member(slots.slot(name, y), step, member, *y.strides[-2:])
 
 
 def _stream(s: Sizes, inner: list[View], found: dict[str, Any]) -> dict[str, Any]:
@@ -277,11 +322,11 @@ def _stream(s: Sizes, inner: list[View], found: dict[str, Any]) -> dict[str, Any
     tile, few = s.tile, s.tile.few
 
     def wide(axis: int) -> bool:
-        apart = [w.strides[1 - axis] for w in inner]
-        aligned = [w.aligned((x,)) >= few * w.itemsize for w, x in zip(inner, apart, strict=True)]
-        return all(w.strides[axis] == 1 for w in inner) and all(aligned)
+        apart = [(*w.strides[:-2], w.strides[-2:][1 - axis]) for w in inner]
+        aligned = [w.aligned(x) >= few * w.itemsize for w, x in zip(inner, apart, strict=True)]
+        return all(w.strides[-2:][axis] == 1 for w in inner) and all(aligned)
 
-    turned = bool(inner) and all(w.strides[0] == 1 != w.strides[1] for w in inner)
+    turned = bool(inner) and all(w.strides[-2] == 1 != w.strides[-1] for w in inner)
     unit = few if wide(0 if turned else 1) else 1
     ring = found | network_copies.bindings(tile)
     ring |= {"TURNED": turned, "UNIT": unit, "WIDE": unit > 1}
@@ -311,10 +356,12 @@ def _wide(s: Sizes, inner: list[View]) -> str:
         return ""
 
     def runs(w: View, axis: int) -> bool:
-        apart = w.strides[1 - axis]
-        one = w.strides[axis] == 1 and w.aligned((apart,)) >= few * w.itemsize
-        return one and w.shape == (width, width)
+        *apart, row, column = w.strides
+        near, far = (row, column) if axis == 0 else (column, row)
+        return near == 1 and w.aligned((*apart, far)) >= few * w.itemsize
 
+    if any(w.shape[-2:] != (width, width) for w in inner):
+        return ""
     for axis, name in ((1, "rows"), (0, "columns")):
         if all(runs(w, axis) for w in inner):
             return name
@@ -327,111 +374,91 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     if real in HALF_DTYPES:
         half_network(rec, p, bind)
         return
-    s = sizes_of(info, real, p.widths, p.directions, p.seconds, p.backward)
+    own = "points_dot" in p.arrays
+    s = sizes_of(info, real, p.widths, p.directions, p.seconds, p.backward, own)
     assert s is not None and p.count
-    itemsize = ITEMSIZES[real]
-    at: dict[str, tuple[int, int]] = {}
-
-    def slot(name: str, x: View) -> Slot:
-        at[name] = x.at()
-        return Slot(name)
-
-    def known(name: str) -> View:
-        found = bind(name)
-        assert found is not None
-        return found
-
-    layers = []
-    for i in range(MOST_LAYERS):
-        if i >= s.count:
-            layers.append(Layer(0, 0, 0, 0, 0))
-            continue
-        w = known(f"weights_{i}")
-        bias, step = bind(f"biases_{i}"), 0
-        place: Any = 0
-        if bias is not None:
-            place, step = slot(f"biases_{i}", bias), bias.strides[-1]
-        row_step, column_step = w.strides
-        address = slot(f"weights_{i}", w)
-        layers.append(Layer(address, row_step, column_step, place, step))
-    ends = []
-    for name in _GRADS if p.backward else _RESULTS:
-        y = bind(name)
-        if y is None or 0 in y.shape:
-            ends.append(Member(0, 0, 0, 0))
-        else:
-            ends.append(Member(slot(name, y), *_steps(y, 3)))
-    x = known("points")
-    row_step, column_step = x.strides
-    blocks = s.resident * info.multiprocessors
+    s = on_tensor_cores(s, info, rec.precision, p.backward)
+    itemsize, slots = ITEMSIZES[real], Slots(bind)
+    layers, _ = slots.layers(s.count)
+    x = slots.view("points")
+    row_step, column_step = x.strides[-2:]
+    networks = _networks(p)
+    names = _GRADS if p.backward else _RESULTS
+    ends = [_member(slots, name, networks > 0) for name in names]
+    places = max(1, networks)
+    most = -(-s.resident * info.multiprocessors // places)  # blocks of a network
     least = s.threads // s.tile.width * s.at_once
-    share = max(-(-p.count // blocks), least)
+    share = max(-(-p.count // most), least)
     grid = -(-p.count // share)
     table = np.zeros(max(1, p.seconds * p.directions), p.dtype)
     if p.weights is not None and p.weights.size:
         table[: p.weights.size] = p.weights.ravel()
     table = np.concatenate([table, p.units.astype(p.dtype).ravel()])
     inner = s.rows * s.tile.width * itemsize
-    whole = p.count * s.members * s.tile.width * itemsize
+    whole = places * p.count * s.members * s.tile.width * itemsize
     given: dict[str, Any] = {
         "kept": 0,
         "layer_step": whole if p.saved or p.keeps else inner,
-        "x": Points(slot("points", x), row_step, column_step, p.count, share),
-        "layers": Layers(*layers),
+        "x": Points(slots.slot("points", x), row_step, column_step, p.count, share),
+        "x_dot": slots.rows("points_dot"),
+        "layers": layers,
+        "steps": slots.steps(names[0]),
         "table": rec.constant(table),
         "ends": Members(*ends),
     }
     if p.saved or p.keeps:
-        given["kept"] = slot("kept", known("kept"))
-    bindings = _bindings(rec, p, s, real)
-    inner_weights = [known(f"weights_{i}") for i in range(1, s.count - 1)]
+        given["kept"] = slots.slot("kept", slots.view("kept"))
+    bindings = _bindings(rec, p, s, real) | {"SEVERAL": networks > 0}
+    hidden = [slots.view(f"weights_{i}") for i in range(1, s.count - 1)]
     if s.tile.slice:
-        bindings |= _stream(s, inner_weights, bindings)
+        bindings |= _stream(s, hidden, bindings)
     else:
-        bindings |= {"TURNED": False, "WIDE_WEIGHTS": _wide(s, inner_weights)}
-    if p.backward:
-        teams = grid * bindings["TEAMS"]
-        if not p.saved:
-            kept = rec.fresh((grid * bindings["BLOCK_KEPT"] // itemsize,), real)
-            given |= {"kept": slot("kept", kept)}
-        planes = rec.fresh((teams, s.squares), real)
-        slots = rec.fresh((grid, s.slots * s.tile.width), real)
-        given |= {"planes": slot("planes", planes)}
-        given |= {"slots": slot("slots", slots), "d_x": Rows(0, 0, 0)}
-        d_x = bind("d_points")
-        if d_x is not None:
-            given["d_x"] = Rows(slot("d_points", d_x), *d_x.strides)
-        _launch(rec, p, s, backward, BACKWARD, bindings, grid, given, at)
-        flat = known("flat")
-        for number, length, table_, first in (
-            (teams, s.squares, planes, 0),
-            (grid, s.slots * s.tile.width, slots, s.squares),
-        ):
-            if length:
-                _join(rec, real, table_, flat, number, length, first)
+        bindings |= {"TURNED": False, "WIDE_WEIGHTS": _wide(s, hidden)}
+    if not p.backward:
+        _launch(rec, p, s, forward, FORWARD, bindings, (grid, places, 1), given, slots.at)
         return
-    _launch(rec, p, s, forward, FORWARD, bindings, grid, given, at)
+    teams = grid * bindings["TEAMS"]
+    if not p.saved:
+        kept = rec.fresh((places * grid * bindings["BLOCK_KEPT"] // itemsize,), real)
+        given |= {"kept": slots.slot("kept", kept)}
+    planes = rec.fresh((places, teams, s.squares), real)
+    rows = rec.fresh((places, grid, s.slots * s.tile.width), real)
+    given |= {"planes": slots.slot("planes", planes), "slots": slots.slot("slots", rows)}
+    given["d_x"] = slots.rows("d_points")
+    _launch(rec, p, s, backward, BACKWARD, bindings, (grid, places, 1), given, slots.at)
+    for made, first in (planes, 0), (rows, s.squares):
+        if made.shape[-1]:
+            _join(rec, real, made, slots.view("flat"), first)
+
+
+def _networks(p: NetworkProblem) -> int:
+    """Return the number of networks; 0: a single one, whose arrays have no axis for it."""
+    names = ("weights_", "biases_", "points")
+    each = [y for name, y in p.arrays.items() if name.startswith(names)]
+    return next((len(y) for y in each if y.ndim > 2), 0)
 
 
 def _launch(
     rec: Recorder, p: NetworkProblem, s: Sizes, template: Any, schema: Schema,
-    bindings: dict[str, Any], grid: int, given: dict[str, Any], at: dict[str, tuple[int, int]],
+    bindings: dict[str, Any], grid: tuple[int, int, int], given: dict[str, Any],
+    at: dict[str, tuple[int, int]],
 ) -> None:  # fmt: skip
     """Record the launch of a kernel of all layers."""
     what = "network jet" if s.members > 1 else "network"
-    name = f"{what}{' backward' if p.backward else ''} {s.tile.width}"
+    precise = f" {s.tile.tensor}" if s.tile.tensor not in ("", "float64") else ""
+    name = f"{what}{' backward' if p.backward else ''} {s.tile.width}{precise}"
     resident = s.resident if s.lanes else 0
     how: Any = {"threads": s.threads, "blocks": resident, "name": name}
     made = kernel_of(template, schema, bindings, **how)
     shared = s.places(p.backward)[1] * ITEMSIZES[s.tile.real]
-    rec.launches((Launch(made, (grid, 1, 1), schema(**given), shared),), at)
+    rec.launches((Launch(made, grid, schema(**given), shared),), at)
 
 
-def _join(
-    rec: Recorder, real: str, planes: View, flat: View, count: int, length: int, first: int
-) -> None:
-    """Record the sum of planes, in their order, to a part of the flat result."""
-    out, work = Operand(real, (length, length, 1), ITEMSIZES[real]), Slot("work")
-    lengths = 1, count, 1, length
+def _join(rec: Recorder, real: str, planes: View, flat: View, first: int) -> None:
+    """Record the sums of planes of each network, in their order, to a part of the flat result."""
+    networks, count, length = planes.shape
+    step = flat.shape[-1]
+    out, work = Operand(real, (step, step, 1), ITEMSIZES[real]), Slot("work")
+    lengths = networks, count, 1, length
     made, staged = joins.joins(rec.device.info, real, Slot("planes"), out, lengths, work)
     rec.launches(made, {"planes": planes.at(), "out": flat.at(first)}, staged)
