@@ -28,7 +28,7 @@ from numfuse.backends.cuda.call.record import (
 )
 from numfuse.backends.cuda.call.series import NOTES
 from numfuse.backends.cuda.driver.device import Device
-from numfuse.backends.cuda.driver.devices import device
+from numfuse.backends.cuda.driver.devices import device, made
 from numfuse.backends.cuda.face import CudaBackend
 
 
@@ -103,9 +103,9 @@ def run(
         elif isinstance(make, int):
             results.append(out[make] if isinstance(out, (tuple, list)) else out)
         else:
-            made = make()
-            addresses.append(kind.address(made))
-            results.append(made)
+            new = make()
+            addresses.append(kind.address(new))
+            results.append(new)
     if numbers:
         addresses += [word(x, kept.dtype) for x in numbers]
     program = program or kept.program
@@ -227,9 +227,10 @@ class _Arrays:
         self.arrays[key] = argument
 
 
-def forget(owner: Device) -> None:
-    """Let every choice that was made for a call of a device be made again."""
-    owner.kept_products.clear()
+def forget(owner: Device | None = None) -> None:
+    """Let every choice that was made for a call be made again; None: on all devices."""
+    for one in made() if owner is None else (owner,):
+        one.kept_products.clear()
     REPLAY.clear()
 
 
