@@ -187,7 +187,7 @@ def other_ways(layers: Layers, rounds: int = 15) -> dict[str, Any]:
     from numfuse.backends.cuda.driver.devices import device
     from numfuse.backends.cuda.plan import tiers
 
-    product, seconds = tuner.measured(layers.product(), MOST_WAYS, rounds)
+    product, seconds = tuner.measured(layers.product(), nf.to_numpy, MOST_WAYS, rounds)
     info = device().info
     return {
         "device": asdict(info),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import numfuse
 from numfuse.backends import Choice, load
+from numfuse.devices import to_numpy
 
 __all__ = ["tune"]
 
@@ -67,11 +68,12 @@ def tune(
     """
     chosen: Any = function
     if isinstance(function, str):
-        if function not in numfuse.__all__:
+        package = sys.modules["numfuse"]  # (which imports this module)
+        if function not in package.__all__:
             raise ValueError(f"function must be a name of numfuse, got {function!r}")
-        chosen = getattr(numfuse, function)
+        chosen = getattr(package, function)
     if not callable(chosen):
         raise TypeError(f"function must be callable, or a name, got {type(function).__qualname__}")
     backend: Any = load("cuda")  # the one that has a choice
-    found = backend.tune(lambda: chosen(*operands, **options), reorder)
+    found = backend.tune(lambda: chosen(*operands, **options), reorder, to_numpy)
     return tuple(found)

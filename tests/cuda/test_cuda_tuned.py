@@ -291,11 +291,11 @@ def test_times_are_of_every_way_and_the_devices_own():
     from numfuse.backends.cuda.call import tuner
 
     a, w = there(20, 12), there(12, 9)
-    made, seconds = tuner.measured(lambda: nf.matmul_bias_activation(a, w), rounds=2)
+    made, seconds = tuner.measured(lambda: nf.matmul_bias_activation(a, w), nf.to_numpy, rounds=2)
     assert (made.m, made.k, made.n) == (20, 12, 9)
     assert len(seconds) > 1 and "" in seconds and all(x > 0 for x in seconds.values())
     with pytest.raises(ValueError, match="must have one product, got 0"):
-        tuner.measured(lambda: nf.silu_mul(a, a))
+        tuner.measured(lambda: nf.silu_mul(a, a), nf.to_numpy)
 
 
 @running

@@ -19,6 +19,7 @@ from numfuse.activations import table
 from numfuse.backends import Backend, active, latest
 from numfuse.backends.cuda.call.foreign import KINDS, NUMBERS, PLAIN, Kind, kind_of
 from numfuse.backends.cuda.call.record import (
+    NOTES,
     REPLAY,
     Argument,
     Recorded,
@@ -26,9 +27,9 @@ from numfuse.backends.cuda.call.record import (
     record,
     word,
 )
-from numfuse.backends.cuda.call.series import NOTES
+from numfuse.backends.cuda.call.record import forget as forget
 from numfuse.backends.cuda.driver.device import Device
-from numfuse.backends.cuda.driver.devices import device, made
+from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
 
 
@@ -225,13 +226,6 @@ class _Arrays:
         if kind.holds:
             self.held.append(x if held is None else held)
         self.arrays[key] = argument
-
-
-def forget(owner: Device | None = None) -> None:
-    """Let every choice that was made for a call be made again; None: on all devices."""
-    for one in made() if owner is None else (owner,):
-        one.kept_products.clear()
-    REPLAY.clear()
 
 
 _IN_FLIGHT: dict[int, deque[tuple[int, list[Any]]]] = {}

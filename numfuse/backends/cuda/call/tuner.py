@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends import Choice
-from numfuse.backends.cuda.call import entry
 from numfuse.backends.cuda.call.memory import Pool
-from numfuse.backends.cuda.call.series import NOTES
+from numfuse.backends.cuda.call.record import NOTES, forget
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 from numfuse.backends.cuda.plan import tiers, tuned
 from numfuse.backends.cuda.plan.product import Product
 from numfuse.backends.cuda.plan.program import Part, Program, joined
 from numfuse.errors import DeviceError
 
+#: What brings an array of any library to the host.
+_Host = Callable[[Any], np.ndarray]
 #: Ways of one product that are timed, those that the model expects the least of: the model orders
 #: tiles within a tier to some 20%, and a dozen is all tiles of one with their copies.
 MOST = 12
@@ -70,7 +71,7 @@ class _Noted:
         self.made += [x for x in made if x is not None]
 
 
-def tune(function: Callable[[], Any], reorder: bool) -> list[Choice]:
+def tune(function: Callable[[], Any], reorder: bool, to_numpy: _Host) -> list[Choice]:
     """Return what was found for each product of a function's calls; and keep it.
 
     Raise ValueError if the function makes no call on device arrays, and OSError if nothing can be
@@ -79,18 +80,18 @@ def tune(function: Callable[[], Any], reorder: bool) -> list[Choice]:
     with tuned.trial(reorder) as trial:
         best = _recorded(function)
         try:
-            wanted = _arrays(best.result)
+            wanted = _arrays(best.result, to_numpy)
             choices = []
             for key in sorted(trial.seen, key=lambda x: -_work(trial.seen[x][0])):
-                found, best = _product(function, trial, key, best, wanted)
+                found, best = _product(function, trial, key, best, wanted, to_numpy)
                 choices.append(found)
         finally:
-            entry.forget()  # later calls are recorded without the trial
+            forget()  # later calls are recorded without the trial
     return choices
 
 
 def measured(
-    function: Callable[[], Any], most: int = MOST, rounds: int = ROUNDS
+    function: Callable[[], Any], to_numpy: _Host, most: int = MOST, rounds: int = ROUNDS
 ) -> tuple[Product, dict[str, float]]:
     """Return the one product of a function's calls, and their seconds by each of its ways.
 
@@ -103,18 +104,19 @@ def measured(
             if len(trial.seen) != 1:
                 raise ValueError(f"function must have one product, got {len(trial.seen)}")
             ((key, (product, _)),) = trial.seen.items()
-            runs = _runs(function, trial, key, best, _arrays(best.result), most)
+            wanted = _arrays(best.result, to_numpy)
+            runs = _runs(function, trial, key, best, wanted, to_numpy, most)
             return product, _times(runs, rounds)
         finally:
-            entry.forget()
+            forget()
 
 
 def _product(
     function: Callable[[], Any], trial: tuned.Trial, key: str, best: _Calls,
-    wanted: list[np.ndarray],
+    wanted: list[np.ndarray], to_numpy: _Host,
 ) -> tuple[Choice, _Calls]:  # fmt: skip
     """Return what was found for a product, and the calls that go by it."""
-    runs = _runs(function, trial, key, best, wanted, MOST)
+    runs = _runs(function, trial, key, best, wanted, to_numpy, MOST)
     times = _times(runs)
     fastest = min(times, key=lambda x: times[x])
     if times[fastest] > (1 - GAIN) * times[""]:
@@ -131,7 +133,7 @@ def _product(
 
 def _runs(
     function: Callable[[], Any], trial: tuned.Trial, key: str, best: _Calls,
-    wanted: list[np.ndarray], most: int,
+    wanted: list[np.ndarray], to_numpy: _Host, most: int,
 ) -> dict[str, _Calls]:  # fmt: skip
     """Return a function's calls by each way of a product that gives what is wanted."""
     runs, (product, info) = {"": best}, trial.seen[key]
@@ -141,7 +143,7 @@ def _runs(
             calls = _recorded(function)
         except (MemoryError, DeviceError):  # a tile that a device has no room for
             continue
-        if agree(wanted, _arrays(calls.result), product):
+        if agree(wanted, _arrays(calls.result, to_numpy), product):
             runs[name] = calls
     return runs
 
@@ -152,7 +154,7 @@ def _work(product: Product) -> int:
 
 def _recorded(function: Callable[[], Any]) -> _Calls:
     """Return a function's calls, recorded anew."""
-    entry.forget()
+    forget()
     function()
     # again, as what is recorded: a network's calls are one program from their second time on
     noted: Any = _Noted()
@@ -208,19 +210,17 @@ def _times(runs: dict[str, _Calls], rounds: int = ROUNDS) -> dict[str, float]:
 
 
 # --- results --------------------------------------------------------------------------------------
-def _arrays(result: Any) -> list[np.ndarray]:
+def _arrays(result: Any, to_numpy: _Host) -> list[np.ndarray]:
     """Return the arrays of a result, inside of tuples, lists and dicts too, on the host.
 
     Of one with more elements than `SAMPLE` every so many-th.
     """
-    from numfuse.devices import to_numpy
-
     if result is None or isinstance(result, (str, bool, int, float)):
         return []
     if isinstance(result, dict):
         result = list(result.values())
     if isinstance(result, (tuple, list)):
-        return [x for part in result for x in _arrays(part)]
+        return [x for part in result for x in _arrays(part, to_numpy)]
     if hasattr(result, "requires_grad"):  # a tensor of PyTorch's
         result = result.detach()
     made = to_numpy(result)

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def key_of(product: Product, info: DeviceInfo, reorder: bool) -> str:
     p, major_minor = product, ".".join(map(str, info.capability))
     words = [
         f"{info.name}, {major_minor}, {info.multiprocessors} multiprocessors",
-        f"numfuse {_version()}",
+        f"numfuse {sys.modules['numfuse'].__version__}",
         f"{p.places} x ({p.m} x {p.k} x {p.n})",
         f"sums in {p.accumulator}, {p.precision}",
         *(f"{name} {_layout(getattr(p, name))}" for name in ("x", "y", "x1", "y1")),
@@ -100,12 +101,6 @@ def _layout(operand: Operand | None) -> str:
     if operand is None:
         return "none"
     return f"{operand.dtype} {operand.strides} at {operand.alignment}"
-
-
-def _version() -> str:
-    from numfuse import __version__
-
-    return __version__
 
 
 # --- files ----------------------------------------------------------------------------------------
