@@ -7,12 +7,15 @@
     python asv_benches/cuda_sweep.py --dry 40               no GPU: plans of 40 cases, tiny ones run
 
 M, K and N are drawn anew at every run, each octave from 1 to 65,536 as likely as any other, half of
-them from sizes of models (`sweep_cases`), within memory and some 30 ms of work. A share of
-`--minutes` is for compiling in many processes, in which numfuse's kernels and torch.compile's come
-into their caches on disk; what is not ready then is left out. Peers are PyTorch's eager way, the
-product and the sum apart, cuBLAS's fused epilogues and torch.compile. Times and clocks are those of
-`cuda_gpu.py`; errors are against float64, or twice its digits for float64 itself. Every result is
-written at once, as a line of docs/history/cuda_sweep.jsonl.
+them from sizes of models (`sweep_cases`), within memory and some 30 ms of work. A share of the time
+that is left is for compiling in many processes, in which numfuse's kernels and torch.compile's come
+into their caches on disk; what is ready then is timed, and so on until the end. A case takes about
+8 seconds of a core ahead and 1 of the GPU: 16 cores have some 150 cases in five minutes, and 300 in
+nine. Peers are PyTorch's eager way, the product and the sum apart, cuBLAS's fused epilogues and, of
+a quarter of the cases, torch.compile. Of some, other ways of one of their products are timed too,
+for `cuda_fit.py`. Times and clocks are those of `cuda_gpu.py`; errors are against float64, or twice
+its digits for float64 itself. Every result is written at once, as a line of
+docs/history/cuda_sweep.jsonl: a run that is killed keeps what it has.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import cuda_fit
 import sweep_report
 import torch
-from sweep_cases import MOST, Case, Contestants, Layers, draw, errors
+from sweep_cases import MOST, MOST_WAYS, Case, Contestants, Layers, draw, errors
 
 import numfuse as nf
 
@@ -46,10 +51,11 @@ KEPT = ROOT / "docs" / "history" / "cuda_sweep.jsonl"
 PICTURE = ROOT / "docs" / "images" / "cuda_sweep.png"
 #: Bytes of a case's arrays: sixteen processes that compile have a case each.
 MEMORY = 3 << 30
-#: The share of the time that goes to compiling ahead.
-AHEAD = 0.5
+#: The share of the time that is left that goes to compiling ahead, and the seconds for which
+#: processes that compile are worth their start.
+AHEAD, LEAST = 0.4, 45
 #: Seconds that the contestants of a case are timed for, device and wall time each.
-SECONDS = 0.4
+SECONDS = 0.25
 
 
 class HostClock:
@@ -118,11 +124,17 @@ def smi(what: str) -> str:
 
 # --- ahead ----------------------------------------------------------------------------------------
 def compiled(case: Case, peers: bool) -> str:
-    """Call every contestant of a case once, in a process of its own; return what went wrong."""
+    """Call once, in a process of its own, what compiles for a case; return what went wrong."""
     torch.set_num_threads(1)
     failed = []
     try:
-        for name, call in Layers(case, "cuda").contestants(peers).items():
+        layers = Layers(case, "cuda")
+        calls = layers.contestants(peers)
+        for name in calls.keys() - {sweep_report.OURS, "torch.compile"}:
+            del calls[name]
+        if case.ways:
+            calls["ways"] = lambda: other_ways(layers, 1)
+        for name, call in calls.items():
             try:
                 call()
             except Exception as reason:
@@ -169,6 +181,22 @@ def ready(cases: Iterator[Case], processes: int, until: float, peers: bool) -> l
     return [case for _, case in sorted(done, key=lambda entry: entry[0])]
 
 
+def other_ways(layers: Layers, rounds: int = 15) -> dict[str, Any]:
+    """Return what `cuda_fit` wants to know of a product of a case: it, and seconds by its ways."""
+    from numfuse.backends.cuda.call import tuner
+    from numfuse.backends.cuda.driver.devices import device
+    from numfuse.backends.cuda.plan import tiers
+
+    product, seconds = tuner.measured(layers.product(), nf.to_numpy, MOST_WAYS, rounds)
+    info = device().info
+    return {
+        "device": asdict(info),
+        "product": cuda_fit.facts(product),
+        "chosen": tiers.name_of(product, info),
+        "seconds": seconds,
+    }
+
+
 # --- measuring ------------------------------------------------------------------------------------
 def measured(case: Case, device: str, clock: Any, peers: bool) -> dict[str, Any]:
     """Return the times and errors of a case, and why a contestant has none."""
@@ -199,6 +227,11 @@ def measured(case: Case, device: str, clock: Any, peers: bool) -> dict[str, Any]
     record["device"] = clock.device(kept)
     calls = max(2, min(50, int(SECONDS / (8 * len(kept) * once))))
     record["wall"] = clock.wall(kept, calls)
+    if case.ways and device == "cuda":
+        try:
+            record["ways"] = other_ways(layers)
+        except Exception as reason:
+            record["failed"]["ways"] = f"{type(reason).__name__}: {str(reason)[:300]}"
     return record
 
 
@@ -209,9 +242,12 @@ def _wait(device: str) -> None:
 
 def sweep(
     cases: Iterator[Case], device: str, clock: Any, peers: bool, until: float,
-    write: Callable[[dict[str, Any]], None],
+    write: Callable[[dict[str, Any]], None], before: int = 0,
 ) -> int:  # fmt: skip
-    """Measure cases until a time, and write each result; return how many there are."""
+    """Measure cases until a time, and write each result; return how many there are.
+
+    Their numbers go on from those `before`.
+    """
     count = 0
     for case in cases:
         if time.perf_counter() > until:
@@ -225,7 +261,7 @@ def sweep(
         count += 1
         ratio, off = sweep_report.ratio(record), sweep_report.error_ratio(record)
         shown = "failed" if ratio is None else f"{ratio:.2f}, error {off or 0:.2g} x"
-        print(f"{count}. {case}: {shown}; {record.get('tier', '')}", flush=True)
+        print(f"{before + count}. {case}: {shown}; {record.get('tier', '')}", flush=True)
         for name, why in record["failed"].items():
             print(f"  {name}: {why}", flush=True)
         if device == "cuda":
@@ -259,10 +295,6 @@ def run(arguments: argparse.Namespace) -> int:
     end = begin + 60 * arguments.minutes
     cases: Iterator[Case] = (draw(rng, memory, most) for _ in range(count))
     peers = not (arguments.dry or arguments.eager)
-    if not arguments.dry and arguments.processes:
-        found = ready(cases, arguments.processes, begin + (end - begin) * AHEAD, peers)
-        print(f"{len(found)} cases compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-        cases = iter(found)
     clock: Any = HostClock()
     if device == "cuda":
         from cuda_gpu import Clock
@@ -278,7 +310,17 @@ def run(arguments: argparse.Namespace) -> int:
             file.flush()
 
         write(who)
-        done = sweep(cases, device, clock, peers, end, write)
+        done = 0
+        while not arguments.dry and arguments.processes and end - time.perf_counter() > LEAST:
+            start = time.perf_counter()
+            found = ready(cases, arguments.processes, start + (end - start) * AHEAD, peers)
+            if not found:
+                break
+            taken = time.perf_counter() - start
+            print(f"{len(found)} cases compiled in {taken:.0f} s", flush=True)
+            done += sweep(iter(found), device, clock, peers, end, write, done)
+        if arguments.dry or not arguments.processes:
+            done = sweep(cases, device, clock, peers, end, write)
     print(f"{done} cases in {time.perf_counter() - begin:.0f} s; kept in {into}")
     print(sweep_report.report([x for x in sweep_report.read([into]) if x["run"] == who["id"]]))
     return 0

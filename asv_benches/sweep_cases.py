@@ -43,6 +43,11 @@ ROWS = (
 )
 #: Multiply-adds, twice, of a case at the most: some 30 ms of an H200.
 WORK = {"bf16": 1.5e13, "f16": 1.5e13, "f32": 1.5e12, "f64": 1.5e12}
+#: The shares of the cases that torch.compile runs too (it takes 15 seconds ahead and 2 more where
+#: it is timed), and of which other ways of a product are timed (a kernel of 2 seconds each).
+COMPILED, WAYS = 0.25, 0.3
+#: Ways beside the one that is chosen, those that the model expects the least of.
+MOST_WAYS = 6
 #: {name: (its function, its gradient of (grad, saved), whether the result is what is saved)}
 _aten = torch.ops.aten
 ACTIVATIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any], bool]] = {
@@ -86,6 +91,9 @@ class Case:
     #: Whether the sizes are those of models, or any.
     real: bool
     seed: int
+    #: Whether torch.compile is a peer, and whether other ways of a product are timed too.
+    compiled: bool = True
+    ways: bool = False
 
     def __str__(self) -> str:
         size = f"{self.m} x {self.k} x {self.n}"
@@ -142,6 +150,8 @@ def draw(rng: random.Random, memory: float, most: int = MOST, real: bool | None 
             activation=rng.choice(list(ACTIVATIONS)),
             real=real,
             seed=rng.getrandbits(32),
+            compiled=rng.random() < COMPILED,
+            ways=rng.random() < WAYS and not operation.startswith("gated"),
         )
         if case.nbytes <= memory and case.work <= WORK[dtype]:
             return case
@@ -287,6 +297,14 @@ class Layers:
 
         return run
 
+    def product(self) -> Callable[[], Any]:
+        """Return a call that is one product of the case: the forward, or d_a or d_b alone."""
+        if not self.backward:
+            return self.numfuse()
+        which = ("a", "b")[self.case.seed % 2]
+        given = self.grad, self.a, self.weights[0]
+        return lambda: nf.matmul_bias_activation_bwd(*given, needs=(which,))
+
     def contestants(self, compiled: bool) -> Contestants:
         """Return numfuse and its peers, of which `compiled` has torch.compile."""
         case, (grad, a, weights, biases) = self.case, self.given
@@ -300,7 +318,7 @@ class Layers:
             found["torch mm + add"] = lambda: call(*given, multiply=torch.matmul)
         if not self.backward and not self.gated:
             self._fused(found)
-        if compiled:
+        if compiled and case.compiled:
             torch._dynamo.reset()
             made = torch.compile(call, dynamic=False)
             found["torch.compile"] = lambda: made(*given)

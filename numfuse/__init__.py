@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from numfuse.multilayer import mlp, mlp_bwd, mlp_double_bwd, mlp_jvp
     from numfuse.networks import mlp_jet, mlp_jet_bwd
     from numfuse.packs import pack
+    from numfuse.tuning import tune
 
 compose()
 
@@ -119,6 +120,7 @@ __all__ = [
     "synchronize",
     "to_device",
     "to_numpy",
+    "tune",
     "use_backend",
     "warmup",
     "webgpu",
@@ -147,6 +149,8 @@ def __getattr__(name: str) -> Any:
         home = "numfuse.multilayer"
     elif name == "pack":
         home = "numfuse.packs"
+    elif name == "tune":
+        home = "numfuse.tuning"
     elif name.endswith(("_double_bwd", "_jvp")):
         home = "numfuse.differentials"
     value = getattr(import_module(home), name)

@@ -23,9 +23,9 @@ import numpy as np
 
 import numfuse as nf
 from numfuse.adapters import cuda_whole
-from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.entry import forget
 from numfuse.backends.cuda.driver.devices import device
+from numfuse.backends.cuda.kernels.ampere import copies
 from numfuse.backends.cuda.kernels.hopper import factors
 from numfuse.backends.cuda.kernels.hopper import tier as hopper
 from numfuse.backends.cuda.kernels.hopper.tiling import (
@@ -68,7 +68,7 @@ def as_large_products() -> Iterator[None]:
     with (
         mock.patch.object(hopper, "hopper_splits", lambda *_: True),
         mock.patch.object(factors, "HOPPER_COPY", 1),
-        mock.patch.multiple(tiling, TURN_USES=(64, 64), COPY_USES=64),
+        mock.patch.object(copies, "pays", lambda *sizes: True),
     ):
         yield
 

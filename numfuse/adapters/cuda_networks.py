@@ -22,7 +22,8 @@ from numfuse.adapters.stacks import Array, Arrays, DeviceNetwork, Kept, refuse_k
 from numfuse.backends.cuda.call import foreign
 from numfuse.backends.cuda.call.arrays import DeviceArray, ghost
 from numfuse.backends.cuda.call.foreign import Kind, kind_of
-from numfuse.backends.cuda.call.series import NOTES, repeated
+from numfuse.backends.cuda.call.record import NOTES
+from numfuse.backends.cuda.call.series import repeated
 from numfuse.chains import Chain
 from numfuse.runtime.views import dtype_of
 

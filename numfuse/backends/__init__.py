@@ -352,6 +352,22 @@ def backends() -> dict[str, BackendStatus]:
     return found
 
 
+class Choice(NamedTuple):
+    """The fastest way of one product of a call, as `numfuse.tune` found it."""
+
+    #: Its sizes and dtype, and what is made of its sum.
+    product: str
+    #: The fastest way; "": that of a call that is not tuned.
+    way: str
+    #: Seconds of the device for the whole call, by the untuned way and by the fastest one.
+    before: float
+    seconds: float
+    #: The number of ways that were timed.
+    tried: int
+    #: Where the choice is kept.
+    file: str
+
+
 class Call(NamedTuple):
     """A record of what the latest call of a thread ran."""
 

@@ -20,7 +20,7 @@ try:
     from cuda_machine import Machine
 
     from numfuse.backends.cuda.kernels import joins, layouts, pointwise
-    from numfuse.backends.cuda.kernels.ampere import outer, simt, tensor_core, thin
+    from numfuse.backends.cuda.kernels.ampere import copies, outer, simt, tensor_core, thin
     from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -125,7 +125,8 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
     sums = np.full((places, block_rows, n), np.nan, DTYPES[acc])
     work = np.full(plan.workspace + 16, 0xFF, np.uint8)
     memory = [v.memory for v in (a, b, c, extra, out, kept)]
-    machine = Machine([*memory, sums, work])
+    waits = {"grid_wait": lambda: None, "grid_release": lambda: None}
+    machine = Machine([*memory, sums, work], **waits)
     for launch in plan.launches:
         machine.run(
             launch, x=a.address, y=b.address, bias=c.address, extra=extra.address,
@@ -164,6 +165,13 @@ def test_a_product_in_every_layout_by_16_bytes(dtype, x, y):
     check(dtype, tile, 40, 48, 24, x=x, y=y, pre=x == "rows")
 
 
+@pytest.mark.parametrize(("x", "y"), LAYOUTS)
+def test_a_float32_product_in_every_layout_by_8_bytes(x, y):
+    operand = Operand("float32", (0, 42, 1), 8)
+    assert [simt.fetch(operand, own, 64, THREADS).values for own in (1, 2)] == [2, 2]
+    check("float32", THREADS, 38, 42, 22, x=x, y=y, epilogue="summed")
+
+
 @pytest.mark.parametrize(("x", "y"), [*LAYOUTS, ("strided", "reversed")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_odd_lengths_and_alignments_are_masked(dtype, x, y):
@@ -183,7 +191,7 @@ def test_every_tile_fetches_every_layout(dtype):
     acc = "float64" if dtype == "float64" else "float32"
     for tile in tables.get(dtype, halves):
         for x, y in itertools.product([(64, 1), (1, 128)], repeat=2):
-            for alignment in (16, DTYPES[dtype].itemsize):
+            for alignment in (16, 8, DTYPES[dtype].itemsize):
                 a, b = (Operand(dtype, (0, *steps), alignment) for steps in (x, y))
                 held = alignment < 4
                 if dtype in tables or held == (tile in tiling.HALF_BLOCKS_HELD):
@@ -321,6 +329,12 @@ def test_columns_by_a_launch_of_their_own_have_the_same_bits(y, offset):
     *_, apart = check("float32", THREADS, 35, 84, 24, rest=rest, **options)
     *_, whole = check("float32", THREADS, 35, 84, 24, **options)
     np.testing.assert_array_equal(apart, whole)
+    # with column sums, of which both launches have the same rows of blocks
+    options |= {"pre": False, "epilogue": "summed", "info": AMPERE if offset else HOPPER}
+    rest = ((CudaBlock(64, 32, 32, 4, 4, 3, 1), 64),)
+    *_, apart = check("float32", THREADS, 70, 84, 24, rest=rest, **options)
+    *_, whole = check("float32", THREADS, 70, 84, 24, **options)
+    np.testing.assert_array_equal(apart, whole)
 
 
 def test_a_few_columns_beyond_whole_blocks_are_a_launch_of_their_own():
@@ -334,7 +348,9 @@ def test_a_few_columns_beyond_whole_blocks_are_a_launch_of_their_own():
 
     assert grids(4096, 784, 1024) == [64 * 6, 128]
     assert grids(4096, 768, 1024) == [64 * 6]
-    assert len(grids(4096, 784, 1024, sums=True)) == len(grids(784, 784, 4096, free=True)) == 1
+    # with column sums by blocks of as many rows
+    assert grids(4096, 784, 1024, sums=True) == [64 * 6, 64]
+    assert len(grids(784, 784, 4096, free=True)) == 1
     # one round of 128 x 128 where shared memory holds their sums
     assert grids(4096, 1024, 784) == [32 * 8]
     assert grids(4096, 1024, 784, AMPERE) != [32 * 8]
@@ -397,7 +413,7 @@ def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
 @pytest.mark.parametrize("x", ["rows", "columns", "strided"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_short_sum_is_written_by_16_bytes(dtype, x, monkeypatch):
-    monkeypatch.setattr(tiling, "OUTER_LEAST", 1)
+    monkeypatch.setattr(outer, "OUTER_LEAST", 1)
     acc = "float64" if dtype == "float64" else "float32"
     rng = np.random.default_rng(3)
     for m, k, n in ((37, 3, 40), (5, 1, 516)):
@@ -440,8 +456,7 @@ def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner, shape, tf32)
 
 
 def test_a_float32_factor_is_copied_first_where_that_pays(monkeypatch):
-    monkeypatch.setattr(tiling, "TURN_USES", (1, 1))
-    monkeypatch.setattr(tiling, "COPY_USES", 1)
+    monkeypatch.setattr(copies, "pays", lambda *sizes: True)
     check("float32", THREADS, 37, 35, 21, offset=1, places=2, bias=False)
     check("float32", THREADS, 36, 40, 24, y="columns")
 

@@ -37,11 +37,13 @@ from numfuse.runtime.views import dtype_of
 try:
     from cuda_devices import ADA, AMPERE, HOPPER, TURING
 
+    from numfuse.backends.cuda import tiling
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
     from numfuse.backends.cuda.kernels import (
         jet_lines,
         jets,
         joins,
+        mirror,
         passes,
         planes,
         pointwise,
@@ -55,6 +57,7 @@ try:
     from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, plan_with
     from numfuse.backends.cuda.kernels.mirror import MIRROR
     from numfuse.backends.cuda.kernels.pointwise import Result, Source
+    from numfuse.backends.cuda.kernels.small import SMALL
     from numfuse.backends.cuda.plan import networks
     from numfuse.backends.cuda.plan.product import (
         NUMBER,
@@ -291,6 +294,12 @@ def taken(name, tier, made, info, instructions=(), **limits):
 CASES = [
     taken("mirror f32", MIRROR, product(100, 90, 80, "float32", function="gelu"), AMPERE,
           ("fma.rn.f32",)),
+    *[
+        Case(f"mirror {dtype}, {tile}", mirror.plan(
+            product(100, 90, 80, dtype, function="gelu"), info, tile).launches, info, ("fma.rn",))
+        for dtype, info in (("float32", TURING), ("float64", AMPERE), ("float16", TURING))
+        for tile in tiling.MIRROR_TILES[1:]
+    ],
     taken("mirror f64", MIRROR, product(100, 90, 80, "float64", function="tanh"), HOPPER,
           ("fma.rn.f64",)),
     taken("mirror bf16 slope", MIRROR,
@@ -312,8 +321,31 @@ CASES = [
     taken("cores, one round", CORES,
           product(4096, 1024, 784, "float32", y_turned=True, function="gelu", pre="float32"),
           HOPPER, ("st.shared.v4.f32",)),
+    *[
+        taken(f"cores, last columns beside the others{', with sums' * slope}", CORES,
+              product(4096, 784, 1024, "float32", function="gelu", slope=slope), HOPPER,
+              ("griddepcontrol.launch_dependents",))
+        for slope in (False, True)
+    ],
+    taken("cores, last columns behind the others", CORES,
+          product(4096, 784, 1024, "float32", function="gelu"), AMPERE, ("fma.rn.f32",)),
+    taken("cores, rows of 8 bytes", CORES,
+          product(777, 130, 258, "float32", y_turned=True, function="gelu"), HOPPER,
+          ("ld.global.v2.f32",)),
     taken("cores, in parts", CORES, product(512, 512, 65536, "float32", x_turned=True, free=True),
           HOPPER, ("fma.rn.f32",)),
+    *[
+        taken(f"small {dtype}, {name}", SMALL,
+              product(20, 16, 16, dtype, places=10000, function=function, **features), info,
+              ("fma.rn",), registers=64 if dtype != "float64" else 128)
+        for info, dtype, name, function, features in (
+            (HOPPER, "float32", "layer", "gelu", {}),
+            (AMPERE, "float32", "slope", "silu", {"slope": True, "y_turned": True}),
+            (HOPPER, "float64", "slope", "gelu", {"slope": True, "x_turned": True}),
+            (TURING, "float16", "with pre", "relu", {"pre": "float32"}),
+            (HOPPER, "bfloat16", "layer", "gelu", {}),
+        )
+    ],
     taken("tensor cores f64", TENSOR_CORES,
           product(4096, 4096, 512, "float64", function="gelu", slope=True), HOPPER,
           ("mma.sync.aligned.m16n8k8.row.col.f64", "cp.async.cg.shared.global")),

@@ -106,6 +106,17 @@ def test_parts_cover_the_sum_once_in_whole_slices(tiles):
     assert tiling.block(tiles, 300, 100, 7000, 1, False, 132)[2] > 4
 
 
+def test_a_batch_of_sums_over_rows_has_the_parts_of_one_and_a_tile_of_all():
+    """Guards: an element of a batch gives what it gives alone, and 16 fill larger tiles."""
+    for sizes in ((257, 130, 777), (512, 512, 9000), (64, 64, 100_000)):
+        how = tiling.CORE_BLOCKS, *sizes
+        one, many = (tiling.block(*how, places, True, 132) for places in (1, 16))
+        assert many[1:3] == one[1:3] and (many[2] == 1 or many[1] % many[0].block_k == 0)
+        area = [t.block_m * t.block_n for t in (one[0], many[0])]
+        assert area[1] >= area[0]
+    assert tiling.block(*how[:1], 257, 130, 777, 16, True, 132)[0] != tiling.CORE_BLOCKS[4]
+
+
 def test_what_memory_limits_is_not_cut():
     """Guards: rows through a weight take the time of reading that, and of no launch more."""
     for m in (1, 8, 16, 64):

@@ -67,18 +67,18 @@ def opened(call):
 #: New arrays of a call; functions of numfuse that a first call of a shape passes, each counted
 #: once, and the frames that they open, comprehensions included.
 BOUNDS = {
-    "forward": (1, 104, 340),
+    "forward": (1, 112, 356),
     "forward, out": (0, 71, 270),
     "forward, saved": (2, 11, 30),
-    "residual": (1, 104, 372),
-    "residual backward": (4, 156, 906),
-    "backward": (3, 150, 970),
+    "residual": (1, 112, 382),
+    "residual backward": (4, 163, 946),
+    "backward": (3, 156, 1026),
     "backward, out": (0, 120, 730),
     "backward, saved": (3, 131, 690),
     "gate": (1, 75, 230),
     "gate, in place": (0, 71, 240),
     "gate backward": (2, 79, 320),
-    "double backward": (4, 169, 2120),
+    "double backward": (4, 177, 2160),
     "residual double backward": (5, 132, 1260),
     "tangent": (2, 122, 740),
     "residual tangent": (2, 124, 790),

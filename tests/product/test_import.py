@@ -244,6 +244,7 @@ ARROWS: dict[str, set[str]] = {
         "backends", "chains", "functional", "kept", "networks", "perceptron", "problem", "repeats",
     },
     "devices": {"activations", "backends", "problem", "runtime"},
+    "tuning": {"backends", "devices"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "chains",
         "definitions", "devices", "differentials", "epilogue_jets", "epilogues", "errors", "expr",
@@ -258,7 +259,7 @@ ARROWS: dict[str, set[str]] = {
     "numfuse": {
         "activations", "backends", "definitions", "devices", "differentials", "epilogue_jets",
         "errors", "functional", "fusion", "gated", "jets", "multilayer", "networks", "packs",
-        "registry", "runtime", "webgpu",
+        "registry", "runtime", "tuning", "webgpu",
     },
     # The public functions only, but for the benchmark's ceilings, PyTorch's modules and what `info`
     # tells of JAX.

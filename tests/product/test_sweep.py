@@ -137,3 +137,56 @@ def test_calls_of_full_size_are_planned_without_a_gpu(script):
             case = cases.draw(rng, float(3 << 30))
             told, launches = plans.planned(case, info)
             assert launches and told, case
+
+
+def test_a_fit_finds_the_constants_that_measurements_were_made_by(script, tmp_path):
+    """Guards: what `cuda_fit` prints is what the times say, and lessens error and regret."""
+    pytest.importorskip("numba_cuda")
+    fit, plans = script("cuda_fit"), script("cuda_plans")
+    from dataclasses import asdict
+
+    from numfuse.backends.cuda.plan import tiers
+    from numfuse.backends.cuda.plan.product import Operand, Product
+
+    rng, info = np.random.default_rng(3), plans.GPUS["h200"]
+    true = {"speed of CORE_BLOCKS[1]": 0.7, "speed of CORE_BLOCKS[5]": 1.4, "COPY_COST": 2.0}
+    changed = fit.constants("cores float32")
+    logs = [
+        np.log(next((x for name, x in true.items() if c.name.startswith(name)), 1.0))
+        for c in changed
+    ]
+    lines = []
+    for _ in range(40):
+        m, k, n = (int(2 ** rng.uniform(7, 12.5)) for _ in range(3))
+        lay = [Operand("float32", (r * c, c, 1), 16) for r, c in ((m, k), (k, n), (m, n))]
+        if rng.random() < 0.5:
+            lay[1] = Operand("float32", (k * n, 1, k), 16)
+        product = Product(m, n, k, 1, *lay, "float32")
+        names = [name for name, _, _ in tiers.ways(product, info, True) if " rows" not in name][:8]
+        item = fit.Measured(product, info, names[0], {})
+        with fit.put(changed, logs):
+            cost = fit.costs(item, names)
+        times = 3e-6 + np.hypot(4.5e-12 * np.array(cost), item.nbytes / 3.5e12)
+        times *= np.exp(0.01 * rng.standard_normal(len(names)))
+        seconds = {"": times[0], **dict(zip(names[1:], times[1:], strict=True))}
+        ways = {"device": asdict(info), "product": fit.facts(product), "chosen": names[0]}
+        lines.append(json.dumps({"ways": {**ways, "seconds": seconds}}))
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join([*lines, '{"ways": {"dev']))
+    items = fit.measured([path], "H200")
+    assert len(items) == 40 and items[0].product == fit.product_of(fit.facts(items[0].product))
+    assert fit.measured([path], "A100") == []
+    model = fit.Model("cores float32", items)
+    before, at = model.fit(0), model.fit(6)
+    first, last = (np.median(abs(model.residuals(x))) for x in (before, at))
+    assert last < 0.02 < first
+    worse, better = (np.mean(model.regrets(x[3:])) for x in (before, at))
+    assert better < worse and better < 0.02
+    found = dict(zip([c.name for c in model.constants], np.exp(at[3:]), strict=True))
+    for name, value in true.items():
+        (got,) = (x for full, x in found.items() if full.startswith(name))
+        assert abs(np.log(got / value)) < abs(np.log(value)) / 2, (name, got)
+    # the constants are again what they were
+    assert [c.value for c in fit.constants("cores float32")] == [c.value for c in changed]
+    text = fit.report(items, 2, 4)
+    assert "cores float32" in text and "regret: median" in text and "held out, fitted" in text

@@ -130,6 +130,17 @@ class CudaBackend(OneRun):
                         progress(f"{act.name} {dtype.name} {m} x {k} x {n}")
                     foresee(self.device, self.precision, dtype.name, act, m, k, n)
 
+    def tune(
+        self, function: Callable[[], Any], reorder: bool, to_numpy: Callable[[Any], ndarray]
+    ) -> list[Any]:
+        """Return the fastest ways of the products of a function's calls, which are kept on disk.
+
+        `to_numpy` brings what it returns to the host.
+        """
+        from numfuse.backends.cuda.call import tuner
+
+        return tuner.tune(function, reorder, to_numpy)
+
 
 #: (M, K, N) of what is compiled ahead: odd and small, small, and large enough for the widest tiles.
 _WARM = ((63, 63, 63), (64, 64, 64), (512, 512, 512), (4096, 4096, 4096))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from numfuse.tiling import RUN as RUN
 from numfuse.tiling import round_up as round_up
@@ -26,12 +27,18 @@ class CudaTile:
     def threads(self) -> int:
         return self.block_m // self.mr * (self.block_n // self.nr)
 
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.block_k}, {self.mr}x{self.nr} a thread"
+
 
 #: Of the tier that runs everywhere: 256 threads with 16 sums each fit every GPU since Maxwell, in
 #: float64 too, with 16 KiB of shared memory.
 MIRROR_TILE = CudaTile(64, 64, 16, 4, 4)
 #: In Numba's simulator, where every thread is one of Python's and costs 20 ms: few, with much.
 SIMULATED_TILE = CudaTile(16, 16, 8, 8, 8, group=2)
+#: Those that `numfuse.tune` may choose in place of the first: a quarter for results of few blocks.
+MIRROR_TILES = MIRROR_TILE, CudaTile(32, 32, 16, 4, 4)
+SIMULATED_TILES = SIMULATED_TILE, CudaTile(8, 16, 8, 8, 8, group=2)
 #: Values of K that a thread adds up behind one another before that is added to the sum of those
 #: before, as on the CPU (`CHAIN`): errors grow with the root of a chain's length. With 512 those
 #: of positive operands were up to 2.1 times the CPU's, with 1024 they would be four times. The ends
@@ -147,13 +154,6 @@ class CudaBlock:
         )
 
 
-#: Rows (or columns) of the other factor from which on a float32 factor is copied before the
-#: product: one that is not read by 16 bytes in place, and one (X, Y) that would be turned in
-#: registers. At 4096 cubed a copy takes 2 to 3% of the product's time, and the more the fewer uses
-#: there are; value by value a product takes 1.2 to 1.4 times as long, with X turned in registers
-#: 1.05 times, with Y too 1.15 times.
-COPY_USES = 512
-TURN_USES = (3072, 1024)
 #: float32 on CUDA cores: at 4096 cubed on an H200 the first does 51.4 TFLOP/s (cuBLAS 51.8), the
 #: others less ("Blocks that were measured"), or more where their blocks fill the rounds. The small
 #: ones are for results of few blocks, the last for those of one round. The sum of chains that have
@@ -213,6 +213,9 @@ DEEP = 1 << 14
 #: value of a plane takes on its way through memory, in those of all.
 LAUNCH_COST = 1_400_000
 PLANE_COST = 50
+#: And a launch that runs beside the one before it: what its blocks wait for at their end. (A guess
+#: that no GPU has timed.)
+BESIDE_COST = 450_000
 
 
 #: Products of few rows (`thin`): so many, and so many columns and values of K at the least (fewer
@@ -236,31 +239,27 @@ THIN_BYTES, MEMORY_BYTES = 64, 2300
 FMAS = 128
 
 
-def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:
-    """Return the parts of K of a product of few rows, with so many blocks of 32 columns.
+def thin_cost(blocks: int, rows: int, k: int, itemsize: int, parts: int) -> float:
+    """Return the cycles of a product of few rows, with so many blocks of 32 columns.
 
     A value of K takes a block the time of its 32 values of Y, or of their products, and at least
-    what memory takes for those of all blocks; more parts than one must save the launch that adds
-    them up, and much more.
+    what memory takes for those of all blocks.
     """
+    line = 32 * itemsize
+    cycles = max(line / THIN_BYTES, 32 * rows * itemsize / 4 / FMAS)
+    found = k * max(cycles / parts, blocks * line / MEMORY_BYTES)
+    return found + (THIN_FILL * cycles + LAUNCH_COST / FMAS if parts > 1 else 0)
+
+
+def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:
+    """Return the parts of K: more than one must save the launch that adds them up, and more."""
     parts = min(multiprocessors // max(1, blocks), k // THIN_PART)
     if parts < 2:
         return 1
-    line = 32 * itemsize
-    cycles = max(line / THIN_BYTES, 32 * rows * itemsize / 4 / FMAS)
-    least = blocks * line / MEMORY_BYTES
-    one = k * max(cycles, least)
-    cut = k * max(cycles / parts, least) + THIN_FILL * cycles + LAUNCH_COST / FMAS
+    one, cut = (thin_cost(blocks, rows, k, itemsize, x) for x in (1, parts))
     return parts if cut < SPLIT_GAIN * one else 1
 
 
-#: d_b of few rows (`outer`): K up to which, elements of the result from which on, threads of a
-#: block and their rows. On an H200 the tiles above write d_b of 4096 x 4096 in float64 at 2.6 TB/s,
-#: cuBLAS's kernel for K = 1 at 4.5.
-OUTER_K = 8
-OUTER_LEAST = 1 << 16
-OUTER_THREADS = 128
-OUTER_ROWS = 32
 #: Bytes at whose multiples the rows of a copy begin, where they have so many times that: a run of
 #: 128 bytes is then one line of the second-level cache and not two.
 LINE = 128
@@ -327,11 +326,22 @@ def _counts(
     slots = tile.resident * multiprocessors
     rounds = 0.5, 1, 0 if tile.chunk else 2, *(MORE_ROUNDS if k >= DEEP else ())
     wanted = {max(1, int(x * slots) // max(1, blocks)) for x in rounds}
-    found = []
+    found = {}
     for number in wanted | {1}:
         length = round_up(-(-k // min(number, max(1, k // part))), tile.block_k)
         length, number = (length, -(-k // length)) if number > 1 else (max(1, k), 1)
-        found.append((length, number))
+        found[length, number] = None
+    return list(found)
+
+
+def cost(
+    tile: CudaBlock, m: int, n: int, places: int, length: int, number: int, multiprocessors: int
+) -> float:
+    """Return the work of a way: a tile, and a sum in `number` parts of such a length."""
+    blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
+    found = _work(tile, blocks * number, length, multiprocessors)
+    if number > 1:
+        found += LAUNCH_COST + places * m * n * number * PLANE_COST / multiprocessors
     return found
 
 
@@ -339,26 +349,31 @@ def _counts(
 _Way = tuple[float, CudaBlock, int, int]
 
 
-def _cheapest(
+def ways(
     tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, part: int,
     multiprocessors: int,
-) -> _Way:  # fmt: skip
-    """Return the way with the least work; K is cut to parts of `part` at least, 0: it is not."""
-    best: _Way | None = None
+) -> list[_Way]:  # fmt: skip
+    """Return the ways to run a product; K is cut to parts of `part` at least, 0: it is not."""
+    found = []
     for tile in tiles:
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
         cuts = [(max(1, k), 1)]
         if part:
             cuts = _counts(tile, blocks, k, multiprocessors, part)
         for length, number in cuts:
-            cost = _work(tile, blocks * number, length, multiprocessors)
-            if number > 1:
-                planes = places * m * n * number * PLANE_COST
-                cost += LAUNCH_COST + planes / multiprocessors
-            if best is None or cost < best[0]:
-                best = cost, tile, length, number
-    assert best is not None
-    return best
+            expected = cost(tile, m, n, places, length, number, multiprocessors)
+            found.append((expected, tile, length, number))
+    return found
+
+
+def way_name(tile: object, length: int, number: int) -> str:
+    """Return a way in words: a tile, and the parts of its sum."""
+    return f"{tile}, K in {number} parts of {length}" if number > 1 else str(tile)
+
+
+def _cheapest(*how: Any) -> _Way:
+    """Return the way with the least work; the arguments are those of `ways`."""
+    return min(ways(*how), key=itemgetter(0))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -369,18 +384,23 @@ def block(
     """The tile of a product, (length, number) of the parts of its sum, its work.
 
     It has the least work on the multiprocessor that has the most. Where the sum is `free`, the
-    parts depend on the sizes of one place: an element of a batch gives what it gives alone. Else
-    there is one part, but where the first tile's blocks of all places are fewer than
+    parts (not the tile) depend on the sizes of one place: an element of a batch gives what it gives
+    alone. Else there is one part, but where the first tile's blocks of all places are fewer than
     multiprocessors, and parts save much (never where K shall stay `whole`).
     """
-    best = _cheapest(tiles, m, n, k, 1 if free else places, PART if free else 0, multiprocessors)
+    count = 1 if free else places
+    best = _cheapest(tiles, m, n, k, count, PART if free else 0, multiprocessors)
     blocks = -(-m // tiles[0].block_m) * -(-n // tiles[0].block_n) * places
     if not (free or whole) and blocks < multiprocessors:
         cut = _cheapest(tiles, m, n, k, places, SPLIT_PART, multiprocessors)
         if cut[0] < SPLIT_GAIN * best[0]:
             best = cut
-    cost, tile, part, parts = best
-    return tile, part, parts, cost
+    work, tile, part, parts = best
+    if free and places > 1:  # the parts are fixed, but all places share the device
+        fitting = [t for t in tiles if parts == 1 or part % t.block_k == 0]
+        costs = [cost(t, m, n, places, part, parts, multiprocessors) for t in fitting]
+        work, tile = min(zip(costs, fitting, strict=True), key=itemgetter(0))
+    return tile, part, parts, work
 
 
 class NetworkTile(NamedTuple):

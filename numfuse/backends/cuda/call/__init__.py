@@ -6,4 +6,5 @@
 - `arrays`, `memory`: numfuse's own device arrays, and the memory that they and the kernels take
 - `record`: a call as a program, over arrays that are not looked at
 - `host`: a call with NumPy arrays
+- `tuner`: calls recorded in many ways, and the fastest one kept
 """

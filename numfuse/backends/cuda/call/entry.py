@@ -19,6 +19,7 @@ from numfuse.activations import table
 from numfuse.backends import Backend, active, latest
 from numfuse.backends.cuda.call.foreign import KINDS, NUMBERS, PLAIN, Kind, kind_of
 from numfuse.backends.cuda.call.record import (
+    NOTES,
     REPLAY,
     Argument,
     Recorded,
@@ -26,7 +27,7 @@ from numfuse.backends.cuda.call.record import (
     record,
     word,
 )
-from numfuse.backends.cuda.call.series import NOTES
+from numfuse.backends.cuda.call.record import forget as forget
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
@@ -103,9 +104,9 @@ def run(
         elif isinstance(make, int):
             results.append(out[make] if isinstance(out, (tuple, list)) else out)
         else:
-            made = make()
-            addresses.append(kind.address(made))
-            results.append(made)
+            new = make()
+            addresses.append(kind.address(new))
+            results.append(new)
     if numbers:
         addresses += [word(x, kept.dtype) for x in numbers]
     program = program or kept.program
@@ -225,12 +226,6 @@ class _Arrays:
         if kind.holds:
             self.held.append(x if held is None else held)
         self.arrays[key] = argument
-
-
-def forget(owner: Device) -> None:
-    """Let every choice that was made for a call of a device be made again."""
-    owner.kept_products.clear()
-    REPLAY.clear()
 
 
 _IN_FLIGHT: dict[int, deque[tuple[int, list[Any]]]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from numfuse.backends import Call
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.arrays import ghost
 from numfuse.backends.cuda.driver.device import Device
+from numfuse.backends.cuda.driver.devices import made
 from numfuse.backends.cuda.plan import fused, jets, lower, networks, second_order
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Program, Recorder, View, strides_of
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 #: The recorded calls of this process, of all devices; who launches one holds it.
 REPLAY: Replay[Any] = Replay(tiling.KEPT_PLANS, 0)
+#: Of the function that is noted, if one is (`series.Notes`); `entry.run` adds to it.
+NOTES: ContextVar[Any] = ContextVar("notes", default=None)
 #: What runs a kind of problem.
 _OPERATIONS: dict[str, Callable[[Recorder, Any, lower.Bind], None]] = {
     "forward": lower.forward,
@@ -40,6 +44,13 @@ _OPERATIONS: dict[str, Callable[[Recorder, Any, lower.Bind], None]] = {
     "jet": jets.jet,
     "network": networks.network,
 }
+
+
+def forget(owner: Device | None = None) -> None:
+    """Let every choice that was made for a call be made again; None: on all devices."""
+    for one in made() if owner is None else (owner,):
+        one.kept_products.clear()
+    REPLAY.clear()
 
 
 class Argument(NamedTuple):

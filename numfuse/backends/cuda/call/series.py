@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numfuse.backends import active, latest
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.foreign import Kind, kind_of
-from numfuse.backends.cuda.call.record import REPLAY, Argument
+from numfuse.backends.cuda.call.record import NOTES, REPLAY, Argument
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
 from numfuse.backends.cuda.plan.program import Part, Program, joined
 from numfuse.runtime.views import bounds, dtype_of
 
-#: Of the function that is noted, if one is; `entry.run` adds to it.
-NOTES: ContextVar[Notes | None] = ContextVar("notes", default=None)
 #: What is kept for a form that has no series.
 _NEVER = object()
 

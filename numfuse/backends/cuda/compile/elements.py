@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda.compile.accesses import narrowed, widened
+from numfuse.backends.cuda.compile.accesses import narrowed, read_vector, widened, write_vector
 from numfuse.backends.cuda.compile.intrinsics import (
     ACCUMULATORS,
     FORMATS,
@@ -84,6 +84,51 @@ def stores(dtype: str) -> Any:
 
     letter = ACCUMULATORS["float64" if dtype == "float64" else "float32"]
     return intrinsic_of("store_element", dtype, "ul" + letter, body)
+
+
+# --- shared memory --------------------------------------------------------------------------------
+def shared_place(builder: Any, memory: Any, index: Any, real: str) -> Any:
+    """Return the address of an element of shared memory."""
+    return builder.add(memory, builder.shl(index, I32(3 if real == "float64" else 2)))
+
+
+@functools.cache
+def peek(real: str) -> Any:
+    """``peek(memory, index)``: a value of shared memory, which begins at this address (int32).
+
+    An index of Numba's is compared with 0 first, and is 64 bits long. In the simulator memory is
+    the array.
+    """
+    if SIMULATED:
+
+        def simulated(memory, index):
+            return memory[index]
+
+        simulated.numfuse_key = f"peek_{real}"
+        return simulated
+
+    def body(builder, memory, index):
+        at = shared_place(builder, memory, index, real)
+        return read_vector(builder, at, 0, FORMATS[real][0], 1)[0]
+
+    return intrinsic_of("peek", real, "rr", body, ACCUMULATORS[real])
+
+
+@functools.cache
+def poke(real: str) -> Any:
+    """``poke(memory, index, value)``: write a value of shared memory."""
+    if SIMULATED:
+
+        def simulated(memory, index, value):
+            memory[index] = value
+
+        simulated.numfuse_key = f"poke_{real}"
+        return simulated
+
+    def body(builder, memory, index, value):
+        write_vector(builder, shared_place(builder, memory, index, real), 0, [value])
+
+    return intrinsic_of("poke", real, "rr" + ACCUMULATORS[real], body)
 
 
 def _bfloat16(builder: Any, value: Any) -> Any:

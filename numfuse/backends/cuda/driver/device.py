@@ -12,6 +12,7 @@ process, and every later call raises `DeviceLost`.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 import weakref
 from collections import deque
@@ -174,12 +175,24 @@ class Device:
         status = c_int()
         return bool(self.cuda.cuStreamIsCapturing(stream, byref(status)) or status.value)
 
-    def event(self, stream: int) -> int:
-        """An event recorded on a stream; `forget` it."""
+    def event(self, stream: int, timing: bool = False) -> int:
+        """An event recorded on a stream, with its time or without; `forget` it."""
         with self.current():
-            event = self._made("an event", self.cuda.cuEventCreate, _NO_TIMING)
+            event = self._made("an event", self.cuda.cuEventCreate, 0 if timing else _NO_TIMING)
             self.check(self.cuda.cuEventRecord(event, stream), "an event")
         return event
+
+    def seconds(self, first: int, last: int) -> float:
+        """Return the time between two events that have passed and were made with their times."""
+        status, bits = answer(self.cuda.cuEventElapsedTime, first, last)
+        self.check(status, "the time between two events")
+        (milliseconds,) = struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))
+        return float(milliseconds) / 1e3
+
+    def clear(self, address: int, nbytes: int, stream: int) -> None:
+        """Write zeros to memory of the device."""
+        with self.current():
+            self.check(self.cuda.cuMemsetD8Async(address, 0, nbytes, stream), "clear memory")
 
     def passed(self, event: int) -> bool:
         """Whether the work before an event is done."""

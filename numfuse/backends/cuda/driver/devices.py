@@ -27,6 +27,11 @@ def device(ordinal: int = 0) -> Device:
     return found
 
 
+def made() -> list[Device]:
+    """Return the devices that were used so far."""
+    return list(_devices.values())
+
+
 def _after_fork_in_child() -> None:
     # Later than libcuda's own, which is registered before it.
     if forked():

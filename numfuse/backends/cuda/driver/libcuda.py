@@ -51,8 +51,8 @@ _FUNCTIONS = {
     "cuStreamCreate cuStreamBeginCapture_v2 cuStreamEndCapture cuStreamIsCapturing cuGraphLaunch "
     "cuEventCreate cuEventRecord cuTensorMapReplaceAddress cuGetErrorName cuGetErrorString",
     3: "cuDeviceGetName cuDeviceGetAttribute cuModuleGetFunction cuFuncSetAttribute "
-    "cuGraphInstantiateWithFlags cuStreamWaitEvent cuPointerGetAttribute",
-    4: "cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuLaunchKernelEx",
+    "cuGraphInstantiateWithFlags cuStreamWaitEvent cuPointerGetAttribute cuEventElapsedTime",
+    4: "cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuLaunchKernelEx cuMemsetD8Async",
     6: "cuStreamGetCaptureInfo_v2",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,7 +39,16 @@ class SimulatedDevice(Device):
     def _no_streams(self, *_: int) -> int:
         return 0
 
-    capture = event = follow = forget = pace = release = _no_streams  # type: ignore[assignment]
+    capture = follow = forget = pace = release = _no_streams  # type: ignore[assignment]
+
+    def event(self, stream: int, timing: bool = False) -> int:
+        return time.perf_counter_ns()
+
+    def seconds(self, first: int, last: int) -> float:
+        return (last - first) / 1e9
+
+    def clear(self, address: int, nbytes: int, stream: int) -> None:
+        ctypes.memset(address, 0, nbytes)
 
     def passed(self, event: int) -> bool:
         return True

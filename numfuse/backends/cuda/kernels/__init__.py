@@ -1,6 +1,7 @@
 """Kernels of the CUDA backend. Start with `mirror`: the tiled loop that the CPU and WGSL have too.
 
 - `mirror`: the product that runs on every device
+- `small`: batches of products smaller than a tile
 - `ampere`, `hopper`: the products of newer devices, by cp.async and by TMA with wgmma
 - `elementwise`, `epilogue`: an epilogue as a device function, and what a product does with its sums
 - `pointwise`, `rows`: passes over elements, printed from an epilogue

@@ -31,7 +31,7 @@ def lay_out(out, outer, inner, source: Array, to_place, to_outer):
     `source` has o as its rows and i as its columns.
     A thread has 4 x 4 values. Behind the last of a row it writes zeros, to a multiple of four.
     """
-    if TF32:
+    if OVERLAPS:
         grid_wait()
         grid_release()
     t = cuda.threadIdx.x
@@ -103,12 +103,15 @@ def laid_out(
     source: Slot,
     to: Slot,
     tf32: bool = False,
+    overlaps: bool = False,
 ) -> tuple[Launch, Operand, int]:
     """The launch, the operand that it makes, and its bytes.
 
     `shape`: rows and columns; `inner`: the axis (1: rows, 2: columns) that is contiguous after it;
-    `tf32`: rounded, and kept for other products of the factor.
+    `tf32`: rounded, and kept for other products of the factor. `overlaps`: the launch may begin
+    before the one before it has ended, as that of tf32 does.
     """
+    overlaps |= tf32
     outer = 3 - inner
     lengths = shape[outer - 1], shape[inner - 1]
     pitch = tiling.pitch(lengths[1], 4)
@@ -119,6 +122,7 @@ def laid_out(
     bindings = {
         "TURNED": turned,
         "TF32": tf32,
+        "OVERLAPS": overlaps,
         "WIDE": operand.runs_wide(along, 4) and not shape[along - 1] % 4,
         "SQUARE": SQUARE,
         "ROWS": ROWS,
@@ -149,7 +153,8 @@ def laid_out(
     size = many * lengths[0] * pitch * 4
     grid = -(-lengths[1] // SQUARE), -(-lengths[0] // SQUARE), many
     strides = (step, pitch, 1) if inner == 2 else (step, 1, pitch)
-    launch = Launch(made, grid, arguments, SQUARE * SQUARE * 4 if turned else 0)
+    shared_bytes = SQUARE * SQUARE * 4 if turned else 0
+    launch = Launch(made, grid, arguments, shared_bytes, overlaps=overlaps)
     if tf32:
-        launch = replace(launch, overlaps=True, makes=(to.name, size))
+        launch = replace(launch, makes=(to.name, size))
     return launch, Operand("float32", strides, 16), size

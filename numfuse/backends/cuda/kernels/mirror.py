@@ -11,6 +11,10 @@ simulator runs.
 # ruff: noqa: F821
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 
 from numfuse.backends.cuda import tiling
@@ -28,6 +32,7 @@ from numfuse.backends.cuda.plan.product import (
     Product,
     Slot,
     Tier,
+    Way,
 )
 from numfuse.backends.cuda.tiling import CudaTile
 
@@ -181,15 +186,21 @@ def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
     )
 
 
-def take(product: Product, device: DeviceInfo) -> Plan:
-    """How to run it."""
-    tile = tiling.MIRROR_TILE if device.capability[0] else tiling.SIMULATED_TILE
-    blocks = -(-product.m // tile.block_m) * -(-product.n // tile.block_n)
+def _tiles(device: DeviceInfo) -> tuple[CudaTile, ...]:
+    return tiling.MIRROR_TILES if device.capability[0] else tiling.SIMULATED_TILES
+
+
+def plan(product: Product, device: DeviceInfo, tile: CudaTile | None = None) -> Plan:
+    """How to run it with a tile, by default the first of all, by whose blocks K is cut."""
+    first = _tiles(device)[0]
+    tile = tile or first
+    busy = -(-product.m // first.block_m) * -(-product.n // first.block_n)
     # d_b's do not depend on the number of places: an element of a batch gives what it gives alone
-    busy = blocks if product.free else blocks * product.places
+    if not product.free:
+        busy *= product.places
     part, parts = product.k, 1
     if product.free or (busy < device.multiprocessors and not product.whole):
-        part, parts = tiling.parts(busy, product.k, device.multiprocessors, tile.block_k)
+        part, parts = tiling.parts(busy, product.k, device.multiprocessors, first.block_k)
     planes = Planes.of(product, parts)
     p = planes.stored
     arguments = ARGUMENTS(
@@ -204,9 +215,17 @@ def take(product: Product, device: DeviceInfo) -> Plan:
         y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
         **finishing(p, p.out, planes.slot, in_elements),
     )
+    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     grid = (blocks * p.places * parts, 1, 1)
     launch = Launch(_kernel(p, tile, p.out.dtype), grid, arguments)
-    return planes.plan((launch,), device, tile, tile.block_m)
+    found = planes.plan((launch,), device, tile, tile.block_m)
+    return replace(found, part=part) if parts > 1 else found
 
 
-MIRROR = Tier("mirror", take)
+def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
+    """Return the ways to run it: every tile."""
+    for number, tile in enumerate(_tiles(device)):
+        yield Way(str(tile), number, partial(plan, product, device, tile))
+
+
+MIRROR = Tier("mirror", plan, ways)

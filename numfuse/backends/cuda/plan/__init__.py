@@ -5,6 +5,6 @@
   `half_sizes`: in 16 bits
 - `batches`, `places`: a product over batch axes as launches; the elements that one launch has
 - `product`: the description of one product that a tier is given, and the launch that it returns
-- `tiers`: which family of kernels runs a product
+- `tiers`, `tuned`: which family of kernels runs a product, and the ways that were measured
 - `program`: the recorded launches of a call, with the addresses to be filled in
 """

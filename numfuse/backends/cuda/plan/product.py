@@ -6,7 +6,7 @@ fixed but the addresses; a plan that is kept launches again with other addresses
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -199,12 +199,33 @@ class Plan:
     block_m: int = 0
     #: Parts of K that are planes in memory.
     parts: int = 1
+    #: The length of a part, in the tier's own units; 0: K is one part. Two plans of a tier with the
+    #: same parts of the same length add up a sum in the same order.
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways in which a tier can run a product."""
+
+    #: The tile, the parts of K and what is copied before, in words.
+    name: str
+    #: What the tier's model of times expects, in the tier's own units.
+    cost: float
+    #: What plans it; None where the tier cannot run it so after all.
+    make: Callable[[], Plan | None]
+
+
+def _no_ways(product: Product, info: DeviceInfo) -> Iterable[Way]:
+    return ()
 
 
 @dataclass(frozen=True)
 class Tier:
-    """One way to run products."""
+    """One kind of kernels that run products."""
 
     name: str
     #: How to run one; None where this tier cannot, or should not.
     take: Callable[[Product, DeviceInfo], Plan | None]
+    #: All ways to run one, of which `take` chooses by a model; none of a tier that has no choice.
+    ways: Callable[[Product, DeviceInfo], Iterable[Way]] = _no_ways

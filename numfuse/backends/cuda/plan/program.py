@@ -21,7 +21,7 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of, upload
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.launcher import PLAN, launch_all
-from numfuse.backends.cuda.plan import tiers
+from numfuse.backends.cuda.plan import tuned
 from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch, Plan, Product, Slot
 from numfuse.errors import DeviceLost
 from numfuse.problem.shapes import merge_axes
@@ -117,7 +117,7 @@ class Recorder:
         products, key = self.device.kept_products, product.named()
         found = products.find(key)
         if found is None:
-            found = tiers.choose(product, self.device.info)
+            found = tuned.choose(product, self.device.info)
             if found is None:
                 return None
             products.keep(key, found, product.formulas())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
@@ -13,11 +15,12 @@ from numfuse.backends.cuda.kernels.hopper.factors import HALF
 from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, available
 from numfuse.backends.cuda.kernels.hopper.tiling import hopper_cut
 from numfuse.backends.cuda.kernels.mirror import MIRROR
-from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier
+from numfuse.backends.cuda.kernels.small import SMALL
+from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier, Way
 from numfuse.epilogues import sum_of_terms
 
 #: The last takes every product.
-TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
+TIERS: tuple[Tier, ...] = (SHORT_K, SMALL, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
 
 
 #: Rows above which two sums are made at once by blocks of cp.async: fewer have kernels of their own
@@ -61,23 +64,90 @@ def stay_whole(
     return hopper_cut(*sizes, False, nbytes) is None
 
 
-def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
+def choose(
+    product: Product, info: DeviceInfo, named: Callable[[Product], str] | None = None
+) -> tuple[Tier, Plan] | None:
     """The first tier that takes it, and how it runs it; None of one that no tier takes.
+
+    `named` tells of a product by which of its `ways` it goes in place of what a model chooses; "":
+    by none.
 
     A tier takes those rich products alone of which it also takes the bare one: a sum has the same
     bits whatever is made of it, and whether it is made with another one or not; so none of a sum
     that is cut alone is in one piece here.
     """
+    rich: Tier | None = None
     if product.is_rich:
         nothing = dict.fromkeys(("x1", "y1", "bias", "bias1", "extra", "pre", "pre1"))
         single = replace(product, epilogue=sum_of_terms(0), **nothing)  # type: ignore[arg-type]
-        alone = choose(single, info) if product.k else None
-        tier = alone[0] if alone is not None else MIRROR
-        same = alone is not None and (product.free or alone[1].parts == 1)
-        plan = tier.take(product, info) if same and tier in _RICH else None
-        return None if plan is None else (tier, plan)
+        alone = choose(single, info, named) if product.k else None
+        rich = alone[0] if alone is not None and alone[0] in _RICH else None
+        if alone is None or rich is None or not (product.free or alone[1].parts == 1):
+            return None
+    if named is not None and (name := named(product)):
+        found = _by_name(product, info, name)
+        if found is not None:
+            return found
+    if rich is not None:
+        plan = rich.take(product, info)
+        return None if plan is None else (rich, plan)
     for tier in TIERS if product.k else (MIRROR,):
         plan = tier.take(product, info)
         if plan is not None:
             return tier, plan
     raise AssertionError("the last tier takes every product")
+
+
+def _by_name(product: Product, info: DeviceInfo, name: str) -> tuple[Tier, Plan] | None:
+    """Return the tier and the plan of one of a product's ways, if it still has such a one."""
+    for tier in TIERS:
+        for way in tier.ways(product, info):
+            if f"{tier.name}: {way.name}" == name:
+                plan = way.make()
+                return None if plan is None else (tier, plan)
+    return None
+
+
+def ways(product: Product, info: DeviceInfo, reorder: bool = False) -> list[tuple[str, Way, Plan]]:
+    """Return the other ways to run a product, by name, those of the least expected time first.
+
+    They are those of the tier that takes it, with the sum over K in the same order, and none where
+    sums over the rows, whose order a tile decides on, are asked for. With `reorder` they are all of
+    all tiers, that tier's first; but of a product that has the bits of another one (rich, `whole`).
+    """
+    chosen = choose(product, info)
+    if chosen is None or not product.k:
+        return []
+    own, plan = chosen
+    found = []
+    tiers = [own]
+    reorder &= not (product.is_rich or product.whole)
+    if reorder:
+        tiers += [tier for tier in TIERS if tier is not own]
+    for tier in tiers:
+        for way in sorted(tier.ways(product, info), key=lambda x: x.cost):
+            made = way.make()
+            if made is None or _launched(made) == _launched(plan):
+                continue
+            same = (made.parts, made.part) == (plan.parts, plan.part) and not product.sums
+            if reorder or same:
+                found.append((f"{tier.name}: {way.name}", way, made))
+    return found
+
+
+def name_of(product: Product, info: DeviceInfo) -> str:
+    """Return the name of the way that a model chooses; "" if it is none of the tier's."""
+    chosen = choose(product, info)
+    if chosen is None or not product.k:
+        return ""
+    tier, plan = chosen
+    for way in tier.ways(product, info):
+        made = way.make()
+        if made is not None and _launched(made) == _launched(plan):
+            return f"{tier.name}: {way.name}"
+    return ""
+
+
+def _launched(plan: Plan) -> list[tuple[Any, ...]]:
+    """Return what tells the launches of two plans of a product apart."""
+    return [(launch.kernel, launch.grid) for launch in plan.launches]

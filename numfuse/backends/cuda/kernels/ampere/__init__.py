@@ -3,6 +3,7 @@
 - `blocks`: a block of the product, by an engine: what is bound in its kernel, and its launches
 - `gemm`, `epilogue`: the kernel: its mainloop, and how a block ends
 - `simt`, `tensor_core`: the engines, on CUDA cores and on tensor cores
+- `copies`: which factors are copied before
 - `slices`, `registers`: how slices come to shared memory, and what a thread keeps in registers
 - `thin`, `thin_gemm`: products of few rows, and their kernel
 - `outer`: products with a short K

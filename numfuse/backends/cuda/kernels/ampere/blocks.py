@@ -73,6 +73,11 @@ class Block:
     kept: str
     #: Blocks that shall fit on a multiprocessor.
     resident: int
+    #: When it waits for the launch before it, before whose end it may begin: "first", to read what
+    #: that writes; "last", as what comes behind waits for both; "": it begins behind that.
+    waits: str = ""
+    #: Whether the launch behind it may begin when all of its blocks have.
+    releases: bool = False
 
     @property
     def stage(self) -> int:
@@ -95,7 +100,7 @@ class Block:
 #: Shared memory that the system takes of each block.
 RESERVED_BYTES = 1024
 #: Strides are in bytes.
-ARGUMENTS = Schema(block_product, i32="m n k part parts chain first")
+ARGUMENTS = Schema(block_product, i32="m n k part parts chain first last")
 
 
 def build(product: Product, block: Block, name: str) -> Kernel:
@@ -112,7 +117,7 @@ def build(product: Product, block: Block, name: str) -> Kernel:
     rows = max(1, min(2, engine.pass_rows // (row_step * block.cluster)))
     assert threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
     bindings = bound(tile, "block_m block_n block_k threads stages group")
-    bindings |= bound(block, "stage kept kept_at wide cluster")
+    bindings |= bound(block, "stage kept kept_at wide cluster waits releases")
     bindings |= bound(engine, "factor x_from y_from put_to put_pitch passes pass_rows pass_row")
     bindings |= engine.arithmetic | {
         "X_BYTES": engine.x.bytes,
@@ -183,22 +188,28 @@ def plan(
     before: tuple[Launch, ...] = (),
     slots: tuple[Slot, ...] = (Slot("x"), Slot("y"), Slot("y1")),
     workspace: int = 0,
-    first: int = 0,
+    columns: tuple[int, int] | None = None,
     clustered: bool = False,
+    waits: str = "",
+    releases: bool = False,
 ) -> Plan:
     """The launches: what comes before, the product, and what makes a result of its sum's parts.
 
     The parts are planes in memory, or those of the blocks of a cluster (`clustered`). `before` uses
-    so many bytes of the workspace, where x, y and y1 may be (`slots`). What is made of the result
-    begins at the column `first`.
+    so many bytes of the workspace, where x, y and y1 may be (`slots`). `columns` are the first of
+    the result that is made and the one behind the last; all of them where that is None. `waits` and
+    `releases` are those of `Block`.
     """
     tile = engine.tile
+    first, last = columns or (0, product.n)
     chain = tiling.chain(min(part, product.k), product.accumulator)
     cluster = parts if clustered else 1
     parts //= cluster
     planes = Planes.of(product, parts, workspace)
     p = planes.stored
-    block = _block(p, device, engine, p.out, cluster, chain < min(part, p.k))
+    long = chain < min(part, p.k)
+    block = _block(p, device, engine, p.out, cluster, long)
+    block = replace(block, waits=waits, releases=releases)
     arguments = ARGUMENTS(
         x=in_bytes(slots[0], p.x),
         y=in_bytes(slots[1], p.y),
@@ -214,18 +225,22 @@ def plan(
         parts=parts,
         chain=chain,
         first=first,
+        last=last,
         **finishing(p, p.out, planes.slot, in_bytes),
     )
-    blocks = -(-p.m // tile.block_m) * -(-(p.n - first) // (tile.block_n // (1 + p.has_two_sums)))
+    columns_of_block = tile.block_n // (1 + p.has_two_sums)
+    blocks = -(-p.m // tile.block_m) * -(-(last - first) // columns_of_block)
     launch = Launch(
         build(p, block, f"{name} {p.epilogue.name}"),
         (blocks * p.places * parts * cluster, 1, 1),
         arguments,
         block.shared_bytes(p.accumulator),
         cluster,
+        bool(waits),
     )
     shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
-    return planes.plan((*before, launch), device, shown, tile.block_m, workspace)
+    found = planes.plan((*before, launch), device, shown, tile.block_m, workspace)
+    return replace(found, part=part if cluster * parts > 1 else 0)
 
 
 def _block(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from numfuse.backends.cuda.compile.accesses import fetch_commit
+from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
 from numfuse.backends.cuda.compile.intrinsics import (
     advance,
     block_barrier,
@@ -49,12 +50,12 @@ def block_at(block_rows, block_columns, parts, first):
 
 
 def block_product(
-    x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k, part, parts, chain, first
+    x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k, part, parts, chain, first, last
 ):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
     block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
-    block_columns = i32(quotient(n - first + (COLUMNS - 1), COLUMNS))
+    block_columns = i32(quotient(last - first + (COLUMNS - 1), COLUMNS))
     here: Position = block_at(block_rows, block_columns, parts, first)
     place, row0, column0 = here.place, here.row0, here.column0
     k0 = i32(here.rank * part) if CLUSTER > 1 else i32((here.plane - place * parts) * part)
@@ -84,6 +85,10 @@ def block_product(
     x_to = fresh(i32(memory + x_own * X_OWN_OFFSET + x_along * X_K_OFFSET))
     y_to = fresh(i32(memory + X_BYTES + y_own * Y_OWN_OFFSET + y_along * Y_K_OFFSET))
 
+    if WAITS == "first":
+        grid_wait()
+    if RELEASES:
+        grid_release()
     # a factor that goes through registers is loaded a slice ahead of what is put
     if X_HELD:
         x_held = cuda.local.array(X_HELD, dtype=X_REGISTER)
@@ -188,3 +193,5 @@ def block_product(
         sum_columns(memory, summed, sums, n, here.rank, column0)
     if CLUSTER > 1:
         BARRIER()  # a block's shared memory is there until all have read it
+    if WAITS == "last":
+        grid_wait()  # what comes behind waits for this launch alone

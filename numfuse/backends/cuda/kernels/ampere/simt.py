@@ -13,6 +13,8 @@ other factor is long, by a copy before. The threads of a warp share them: 8 of t
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +26,7 @@ from numfuse.backends.cuda.compile.intrinsics import F32, fused
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels import layouts
-from numfuse.backends.cuda.kernels.ampere import blocks
+from numfuse.backends.cuda.kernels.ampere import blocks, copies
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
@@ -36,6 +38,7 @@ from numfuse.backends.cuda.plan.product import (
     Product,
     Slot,
     Tier,
+    Way,
 )
 from numfuse.backends.cuda.tiling import CudaBlock
 
@@ -177,19 +180,44 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
 def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
     """How a factor comes to shared memory; `own`: its axis that is not K (1: rows, 2: columns)."""
     along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
-    wide = operand.runs_wide(3 - own if along_k else own, FOUR)
+    axis = 3 - own if along_k else own
+    values = next(v for v in (FOUR, 2, 1) if v == 1 or operand.runs_wide(axis, v))
     return Fetch(
         block,
         tile.block_k,
         tile.threads,
         4,
         along_k,
-        FOUR if wide else 1,
+        values,
         k_inner=False,
-        # four values of k are turned on their way through registers
-        held=wide and along_k,
-        # 8 values of k (two vectors) side by side: whole sectors of memory, no bank conflicts
-        side_by_side=(2 if wide else 8) if along_k else 0,
+        # neighbours along k are turned on their way through registers
+        held=along_k and values > 1,
+        # 8 values of k side by side: whole sectors of memory, no bank conflicts
+        side_by_side=8 // values if along_k else 0,
+    )
+
+
+#: A tile for the question how a factor lies.
+_SAMPLE = tiling.CORE_BLOCKS[0].block_m, tiling.CORE_BLOCKS[0]
+
+
+def _costly(product: Product) -> list[tuple[int, float]]:
+    """Return elements of X and of each Y, and the share of the time that they take as they lie."""
+    p, found = product, []
+    factors = [(1, p.x, p.m), (2, p.y, p.n), *([] if p.y1 is None else [(2, p.y1, p.n)])]
+    for own, operand, length in factors:
+        part = copies.share(fetch(operand, own, *_SAMPLE), own)
+        if own == 1:
+            part *= 1 + p.has_two_sums
+        found.append(((p.places if operand.strides[0] else 1) * length * p.k, part))
+    return found
+
+
+def copied(product: Product, device: DeviceInfo) -> tuple[bool, ...]:
+    """Return whether X, and whether each Y, is copied before: where that pays (`copies`)."""
+    busy = device.multiprocessors
+    return tuple(
+        part > 0 and copies.pays(product, size, part, busy) for size, part in _costly(product)
     )
 
 
@@ -201,8 +229,9 @@ def plan(
     parts: int,
     rest: tuple[CudaBlock, int] | None = None,
     clustered: bool = False,
+    copy: tuple[bool, ...] | None = None,
 ) -> Plan | None:
-    """How to run it with this tile; a factor that cannot be copied as it lies is copied before.
+    """How to run it with this tile; of the factors those are copied before that `copy` says.
 
     `rest` is another tile, and the column from which on it makes the result. The parts of K are
     planes, or blocks of a cluster (`clustered`). Return None where two right factors cannot come in
@@ -212,64 +241,125 @@ def plan(
     before: list[Launch] = []
     workspace = 0
     slots, operands = [Slot("x"), Slot("y")], [p.x, p.y]
-    ways = [(1, (p.m, p.k), p.n), (2, (p.k, p.n), p.m)]
+    shapes = [(1, (p.m, p.k)), (2, (p.k, p.n))]
     if p.y1 is not None:
-        slots, operands, ways = [*slots, Slot("y1")], [*operands, p.y1], [*ways, ways[1]]
-    for number, (own, shape, uses) in enumerate(ways):
-        way = fetch(operands[number], own, tile.block_m, tile)
-        turned = way.held and uses >= tiling.TURN_USES[own - 1]
-        turned = turned and min(p.m, p.n) >= tiling.COPY_USES
-        single = way.values == 1 and uses >= tiling.COPY_USES
-        if (turned or single) and layouts.fits(shape, p.places, own):
+        slots, operands = [*slots, Slot("y1")], [*operands, p.y1]
+        shapes.append(shapes[1])
+    # on Hopper each of the launches is ready when the one before it ends
+    overlaps = device.capability >= (9, 0)
+    wanted = copied(p, device) if copy is None else copy
+    for number, (own, shape) in enumerate(shapes):
+        if wanted[number] and layouts.fits(shape, p.places, own):
             to = Slot("work", workspace)
             launch, operands[number], size = layouts.laid_out(
-                operands[number], shape, p.places, own, slots[number], to
+                operands[number], shape, p.places, own, slots[number], to, overlaps=overlaps
             )
             before.append(launch)
             slots[number] = to
             workspace += -(-size // 256) * 256
     p = replace(p, x=operands[0], y=operands[1], y1=operands[2] if p.y1 is not None else None)
+    waits = "first" if overlaps and before else ""
 
-    def of(p: Product, tile: CudaBlock, first: int, before: list[Launch]) -> Plan | None:
+    def of(tile: CudaBlock, first: int, last: int, before: list[Launch], *when: Any) -> Plan | None:
         x, rights = fetch(p.x, 1, tile.block_m, tile), [p.y] if p.y1 is None else [p.y, p.y1]
         y, *others = (fetch(right, 2, tile.block_n, tile) for right in rights)
         own = blocks.paired(p, y)
         if own is None or any(other != y for other in others):
             return None
-        how = tuple(before), tuple(slots), workspace, first, clustered
+        how = tuple(before), tuple(slots), workspace, (first, last), clustered, *when
         return blocks.plan(p, device, part, parts, engine(tile, x, own), "cores", *how)
 
     if rest is None:
-        return of(p, tile, 0, before)
+        return of(tile, 0, p.n, before, waits)
     other, first = rest
-    found, more = of(replace(p, n=first), tile, 0, before), of(p, other, first, [])
-    assert found is not None and more is not None
+    beside = runs_beside(device, wanted)
+    found = of(tile, 0, first, before, waits, beside)
+    more = of(other, first, p.n, [], "last" if beside else "")
+    assert found is not None and more is not None, "it has one right factor"
     return replace(found, launches=found.launches + more.launches)
+
+
+def runs_beside(device: DeviceInfo, copy: tuple[bool, ...]) -> bool:
+    """Return whether the launch for the last columns may run while the one before it does.
+
+    It reads what the other one reads. That is nothing which a copy, that was waited for there
+    alone, has just written.
+    """
+    return device.capability >= (9, 0) and not any(copy)
+
+
+def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
+    """Return the tiles that a device has room for; none of a product that is not taken."""
+    p = product
+    if not blocks.takes(p, device) or p.precision != "ieee":
+        return ()
+    if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
+        return ()
+    small = device.shared_per_multiprocessor < tiling.CORE_SHARED
+    return tiling.CORE_BLOCKS[:-1] if small else tiling.CORE_BLOCKS
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
     """How to run it; None for other types, and before compute capability 8.0."""
-    p = product
-    if not blocks.takes(p, device) or p.precision != "ieee":
+    p, tiles = product, _tiles(product, device)
+    if not tiles:
         return None
-    if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
-        return None
-    tiles: tuple[CudaBlock, ...] = tiling.CORE_BLOCKS
-    if device.shared_per_multiprocessor < tiling.CORE_SHARED:
-        tiles = tiles[:-1]
     where = p.k, p.places, p.free, device.multiprocessors
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     tile, part, parts, work = tiling.block(tiles, p.m, n, *where, p.whole)
     if p.is_rich:
         return plan(p, device, tile, part, parts) if parts == 1 else None
     beyond = p.n % tiles[0].block_n
-    if parts == 1 and 0 < beyond < p.n and not (p.sums or p.free):
-        # a launch of its own for columns in whose blocks most lies outside of the result
-        wide, *_, most = tiling.block(tiles, p.m, p.n - beyond, *where, True)
-        thin, *_, more = tiling.block(tiles, p.m, beyond, *where, True)
-        if most + more + tiling.LAUNCH_COST < work:
-            return plan(p, device, wide, part, parts, (thin, p.n - beyond))
+    if parts == 1 and 0 < beyond < p.n:
+        found = _in_two(p, device, tiles, work)
+        if found is not None:
+            return found
     return plan(p, device, tile, part, parts)
 
 
-CORES = Tier("cores", take)
+def _in_two(
+    product: Product, device: DeviceInfo, tiles: tuple[CudaBlock, ...], work: float
+) -> Plan | None:
+    """Return a plan with a launch of its own for the last columns, if that is less work.
+
+    These are columns in whose blocks most lies outside of the result. Column sums have one row for
+    each row of blocks, so both launches have blocks of as many rows then.
+    """
+    p, beyond = product, product.n % tiles[0].block_n
+    where = p.k, p.places, False, device.multiprocessors, True
+    beside = runs_beside(device, copied(p, device))
+    launch = tiling.BESIDE_COST if beside else tiling.LAUNCH_COST
+    best = None
+    for height in {tile.block_m for tile in tiles} if p.sums else {0}:
+        fitting = tuple(tile for tile in tiles if height in (0, tile.block_m))
+        wide, part, parts, most = tiling.block(fitting, p.m, p.n - beyond, *where)
+        thin, *_, more = tiling.block(fitting, p.m, beyond, *where)
+        found = most + more + launch, wide, thin, part, parts
+        if found[0] < work and (p.n - beyond) % wide.block_n == 0:
+            work, best = found[0], found
+    if best is None:
+        return None
+    _, wide, thin, part, parts = best
+    return plan(p, device, wide, part, parts, (thin, p.n - beyond))
+
+
+def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
+    """Return all ways to run it: every tile, in the parts that a model names, with every copy."""
+    p, busy = product, device.multiprocessors
+    least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
+    n = p.n * (1 + p.has_two_sums)
+    where = p.m, n, p.k, 1 if p.free else p.places, least, busy
+    factors = _costly(p)
+    can = [(False, True) if part else (False,) for _, part in factors]
+    for _, tile, part, parts in tiling.ways(_tiles(p, device), *where):
+        for copy in itertools.product(*can):
+            name = tiling.way_name(tile, part, parts)
+            work = tiling.cost(tile, p.m, n, p.places, part, parts, busy)
+            for x, is_copied, factor in zip(("X", "Y", "Y1"), copy, factors, strict=False):
+                name += f", {x} copied" if is_copied else ""
+                work += copies.added(p, *factor, is_copied, busy)
+            make = functools.partial(plan, p, device, tile, part, parts, copy=copy)
+            yield Way(name, work, make)
+
+
+CORES = Tier("cores", take, ways)

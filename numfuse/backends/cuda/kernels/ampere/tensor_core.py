@@ -14,6 +14,7 @@ In the layouts of the PTX ISA (9.7.14.5) lane ``4 g + s`` has, of a 16 x 8 resul
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from numfuse.backends.cuda.kernels.ampere import blocks
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
-from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Plan, Product, Tier
+from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Plan, Product, Tier, Way
 from numfuse.backends.cuda.tiling import CudaBlock
 
 i32 = np.int32
@@ -253,39 +254,68 @@ def plan(
     return blocks.plan(p, device, part, parts, made, "tensor cores", clustered=clustered)
 
 
-def take(product: Product, device: DeviceInfo) -> Plan | None:
-    """How to run it; None for float32, mixed types, and before compute capability 8.0."""
+def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
+    """Return the tiles for a product; none for float32, mixed types, and before 8.0."""
     p = product
     if not blocks.takes(p, device) or p.x.dtype != p.y.dtype or p.x.dtype == "float32":
-        return None
+        return ()
     if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
+        return ()
+    if p.x.dtype == "float64":
+        long = p.k > tiling.ONE_CHAIN["float64"]
+        return tiling.DOUBLE_LONG if long else tiling.DOUBLE_BLOCKS
+    held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
+    return tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
+
+
+def _fitting(plan: Plan | None, device: DeviceInfo) -> Plan | None:
+    """Return a plan of which all launches have the shared memory that they want, or None."""
+    if plan is None:
+        return None
+    most = max(x.shared_bytes for x in plan.launches)
+    return plan if most <= device.shared_per_block else None
+
+
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for float32, mixed types, and before compute capability 8.0."""
+    p, tiles, few = product, _tiles(product, device), None
+    if not tiles:
         return None
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
-    few = None
-    tiles: tuple[CudaBlock, ...] = tiling.DOUBLE_BLOCKS
-    if p.k > tiling.ONE_CHAIN["float64"]:
-        tiles = tiling.DOUBLE_LONG
-    if p.x.dtype != "float64":
-        held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
-        tiles = tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
-    elif device.capability >= (9, 0) and not p.free:
+    if p.x.dtype == "float64" and device.capability >= (9, 0) and not p.free:
         few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
     if few is not None:
-        made = None if p.is_rich else plan(p, device, *few, clustered=True)
-        if made is None:
+        if p.is_rich:
             return None
-        if made.launches[-1].shared_bytes <= device.shared_per_block:
+        made = _fitting(plan(p, device, *few, clustered=True), device)
+        if made is not None:
             return made
     for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
         tile, part, parts, _ = tiling.block(
             fitting, p.m, n, p.k, p.places, p.free, device.multiprocessors, p.whole
         )
-        made = plan(p, device, tile, part, parts)
-        if made is None or (p.is_rich and parts > 1):
+        if p.is_rich and parts > 1:
             return None
-        if max(x.shared_bytes for x in made.launches) <= device.shared_per_block:
-            break
-    return made
+        made = _fitting(plan(p, device, tile, part, parts), device)
+        if made is not None:
+            return made
+    return None
 
 
-TENSOR_CORES = Tier("tensor cores", take)
+def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
+    """Return all ways to run it: every tile, in the parts that a model names."""
+    p, busy = product, device.multiprocessors
+    least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
+    n = p.n * (1 + p.has_two_sums)
+    where = p.m, n, p.k, 1 if p.free else p.places, least, busy
+
+    def made(tile: CudaBlock, part: int, parts: int) -> Plan | None:
+        return _fitting(plan(p, device, tile, part, parts), device)
+
+    for _, tile, part, parts in tiling.ways(_tiles(p, device), *where):
+        name = tiling.way_name(tile, part, parts)
+        cost = tiling.cost(tile, p.m, n, p.places, part, parts, busy)
+        yield Way(name, cost, functools.partial(made, tile, part, parts))
+
+
+TENSOR_CORES = Tier("tensor cores", take, ways)

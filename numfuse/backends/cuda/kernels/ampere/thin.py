@@ -15,6 +15,7 @@ and 4 or 8 columns: a value comes from shared memory once for 4 to 8 products.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.thin_gemm import i32, thin_product
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
 from numfuse.backends.cuda.kernels.planes import Planes
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier, Way
 
 #: Columns of a block.
 COLUMNS = 32
@@ -272,17 +273,37 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
     )
     grid = (-(-p.n // COLUMNS), p.places * parts, 1)
     launch = Launch(_kernel(made, p, parts > 1), grid, arguments, stages * made.slice_bytes)
-    return planes.plan((launch,), device, made, p.m)
+    found = planes.plan((launch,), device, made, p.m)
+    return replace(found, part=part if parts > 1 else 0)
+
+
+def _takes(product: Product, device: DeviceInfo) -> bool:
+    """Return whether it is a product of few rows, with columns and K that pay."""
+    p = product
+    if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
+        return False
+    if p.m > tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
+        return False
+    return p.x.dtype == p.y.dtype and min(p.n, p.k) >= tiling.THIN_LEAST
+
+
+def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
+    """Return the ways to run it: in one part, and in those that fill the device once and twice."""
+    p, busy = product, device.multiprocessors
+    if not _takes(p, device):
+        return
+    blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
+    most = 1 if p.whole else p.k // tiling.THIN_PART
+    for parts in sorted({1, *(max(1, min(most, x * busy // blocks)) for x in (1, 2))}):
+        cost = tiling.thin_cost(blocks, p.m, p.k, size, parts)
+        name = f"{p.m} rows, K in {parts} parts"
+        yield Way(name, cost, functools.partial(plan, p, device, parts))
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
     """How to run it; None for more rows, few columns, and before compute capability 8.0."""
     p = product
-    if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
-        return None
-    if p.m > tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
-        return None
-    if p.x.dtype != p.y.dtype or min(p.n, p.k) < tiling.THIN_LEAST:
+    if not _takes(p, device):
         return None
     blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
     busy = device.multiprocessors
@@ -290,4 +311,4 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     return plan(p, device, parts)
 
 
-FEW_ROWS = Tier("cores", take)
+FEW_ROWS = Tier("cores", take, ways)

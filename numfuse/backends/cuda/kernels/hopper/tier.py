@@ -6,6 +6,9 @@ rounded to tf32.  `kernel.Gemm` describes a kernel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from numfuse.backends.cuda.kernels.elementwise import formula
@@ -20,6 +23,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
     hopper_splits,
     hopper_tile,
 )
+from numfuse.backends.cuda.kernels.hopper.tiling import ways as hopper_ways
 from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import (
     Derived,
@@ -30,6 +34,7 @@ from numfuse.backends.cuda.plan.product import (
     Product,
     Slot,
     Tier,
+    Way,
 )
 
 
@@ -64,9 +69,8 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
     if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
         return None  # exact float32 is faster
-    _, row, column = product.out.strides
-    whole = fitted(product.out, m, n, row, column, places) is not None
-    how = {"split": split, "heavy": product.is_curved, "rows": kind in HALF and not whole}
+    rows = _stored_by_rows(product, kind)
+    how = {"split": split, "heavy": product.is_curved, "rows": rows}
     sizes = m, n, slices, places, device.multiprocessors
     if not (product.free or product.whole or product.is_rich):
         nbytes = (m * k * x_places + k * n * y_places + m * n * places) * product.x.itemsize
@@ -99,7 +103,29 @@ def _kind(product: Product) -> str | None:
     return None
 
 
-WGMMA = Tier("wgmma", take)
+def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
+    """Return the ways to run it: every tile, in every number of parts that its model knows."""
+    p, kind = product, _kind(product)
+    if kind is None or not available(device):
+        return
+    slices = -(-p.k // (32 if kind == "tf32" else 64)) * (1 + (p.x1 is not None))
+    cut = not (p.whole or p.has_two_sums)
+    sums = 1 + p.has_two_sums
+    rows = _stored_by_rows(p, kind)
+    how = kind == "bf16x6", p.is_curved, rows, cut, sums
+    for cost, tile, parts in hopper_ways(p.m, p.n, slices, p.places, device.multiprocessors, *how):
+        name = f"{tile}, K in {parts} parts" if parts > 1 else str(tile)
+        yield Way(name, cost, partial(plan_with, p, kind, device, tile, parts))
+
+
+def _stored_by_rows(product: Product, kind: str) -> bool:
+    """Return whether a 16-bit result has rows that the copy engine does not take."""
+    _, row, column = product.out.strides
+    fit = fitted(product.out, product.m, product.n, row, column, product.places)
+    return kind in HALF and fit is None
+
+
+WGMMA = Tier("wgmma", take, ways)
 
 
 def plan_with(
@@ -162,7 +188,8 @@ def plan_with(
     launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
     launches = (*(made for f in found.values() for made in f.launches), launch)
     shown = f"{tile}, {gemm.stages} stages"
-    return planes.plan(launches, device, shown, 64 * tile.halves, overlaps=True)
+    found = planes.plan(launches, device, shown, 64 * tile.halves, overlaps=True)
+    return replace(found, part=part_slices if parts > 1 else 0)
 
 
 class _Ways(NamedTuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numfuse.backends.cuda.tiling import SPLIT_GAIN
 
@@ -140,36 +142,48 @@ def hopper_cut(
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest(
-    m: int, n: int, slices: int, places: int, multiprocessors: int,
-    split: bool, heavy: bool, rows: bool, free: bool, sums: int,
-) -> _Way:  # fmt: skip
-    """Return the way of the fewest cycles; the arguments are those of `hopper_tile`."""
-    n *= sums
+def _cheapest(*how: Any) -> _Way:
+    """Return the way of the fewest cycles; the arguments are those of `ways`."""
     best: _Way | None = None
-    for tile, cycles in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
-        if tile.block_n < 32 * sums:
-            continue  # rows of shared memory have 64 bytes at the least
-        blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
-        elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
-        finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
-        if tile.ping_pong or tile.consumers == 1:
-            finish *= 2  # one group alone
-        most = max(1, slices // HOPPER_PART) if free else 1
-        for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
-            length = -(-slices // parts)
-            taken = -(-slices // length)
-            if taken != parts:
-                continue
-            work = length * cycles
-            units = -(-blocks * parts // multiprocessors)
-            if tile.ping_pong and not rows:  # one consumer finishes while the other multiplies
-                cost = units * (work + elements * HOPPER_HIDDEN[kind]) + finish
-            else:
-                cost = units * (work + finish)
-            if parts > 1:
-                cost += HOPPER_START + 8 * parts * m * n * places / HOPPER_BYTES
-            if best is None or cost < best[0] * 0.995:
-                best = cost, tile, parts
+    for way in ways(*how):
+        if best is None or way[0] < best[0] * 0.995:
+            best = way
     assert best is not None
     return best
+
+
+def ways(
+    m: int, n: int, slices: int, places: int, multiprocessors: int,
+    split: bool, heavy: bool, rows: bool, free: bool, sums: int,
+) -> Iterator[_Way]:  # fmt: skip
+    """Return all ways to run a product; the arguments are those of `hopper_tile`."""
+    n *= sums
+    for tile, _ in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
+        if tile.block_n < 32 * sums:
+            continue  # rows of shared memory have 64 bytes at the least
+        most = max(1, slices // HOPPER_PART) if free else 1
+        for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
+            if -(-slices // -(-slices // parts)) == parts:
+                sizes = m, n, slices, places, multiprocessors
+                yield cycles(tile, parts, *sizes, split, heavy, rows), tile, parts
+
+
+def cycles(
+    tile: HopperTile, parts: int, m: int, n: int, slices: int, places: int, multiprocessors: int,
+    split: bool, heavy: bool, rows: bool,
+) -> float:  # fmt: skip
+    """Return the cycles of the multiprocessor with the most blocks."""
+    work = -(-slices // parts) * dict(HOPPER_SPLIT_TILES if split else HOPPER_TILES)[tile]
+    blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
+    elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
+    finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
+    if tile.ping_pong or tile.consumers == 1:
+        finish *= 2  # one group alone
+    units = -(-blocks * parts // multiprocessors)
+    if tile.ping_pong and not rows:  # one consumer finishes while the other multiplies
+        cost = units * (work + elements * HOPPER_HIDDEN[kind]) + finish
+    else:
+        cost = units * (work + finish)
+    if parts > 1:
+        cost += HOPPER_START + 8 * parts * m * n * places / HOPPER_BYTES
+    return cost

@@ -1,0 +1,53 @@
+"""Which float32 factors are copied before a product on CUDA cores, by what that saves and costs.
+
+Such a kernel reads a factor in place where its neighbours lie along its own axis in whole accesses
+of 16 bytes. One that lies along K is turned in registers on the way, any other comes value by
+value; or a copy lays it out (`layouts`).
+
+Costs are in multiply-adds of one multiprocessor, as those of `tiling.cost`.
+"""
+
+from __future__ import annotations
+
+from numfuse.backends.cuda.kernels.ampere.slices import Fetch
+from numfuse.backends.cuda.plan.product import Product
+
+#: Shares of a product's time that X and Y take when they are turned in registers: at 4096 cubed on
+#: an H200 it takes 1.05 times as long with X, 1.15 times with both.
+TURNED = (0.05, 0.10)
+#: And a factor that comes by so many values at a time: one by one a product takes 1.2 to 1.4 times
+#: as long with both; two at a time is a guess between that and nothing.
+NARROW = {1: 0.15, 2: 0.05}
+#: The share of the fused multiply-adds of CUDA cores that a product reaches: 51.4 of 59 TFLOP/s.
+REACHED = 0.87
+#: An element's way through memory in a copy, in multiply-adds of all multiprocessors: 8 bytes at
+#: 3.7 TB/s, measured for 64 MiB. And what a copy takes to begin and end (2 us): the launch behind
+#: it is ready by then, as all of these overlap.
+COPY_COST = 64
+COPY_START = 450_000
+
+
+def share(way: Fetch, own: int) -> float:
+    """Return the share of the time that a factor fetched so takes; `own`: 1 for X, 2 for Y."""
+    if way.held:
+        return TURNED[own - 1]
+    return NARROW.get(way.values, 0.0)
+
+
+def added(
+    product: Product, elements: int, part: float, is_copied: bool, multiprocessors: int
+) -> float:
+    """Return the work that a factor of so many elements adds, copied or read as it lies.
+
+    `part` is the `share` of one that is read as it lies.
+    """
+    p = product
+    if is_copied:
+        return elements * COPY_COST / multiprocessors + COPY_START
+    return part * p.m * p.n * p.k * p.places / multiprocessors / REACHED
+
+
+def pays(product: Product, elements: int, part: float, multiprocessors: int) -> bool:
+    """Return whether a copy of a factor costs less than to read it as it lies."""
+    ways = (added(product, elements, part, x, multiprocessors) for x in (True, False))
+    return next(ways) < next(ways)
