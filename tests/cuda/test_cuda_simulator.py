@@ -53,7 +53,7 @@ def suite(files: Iterable[str], *options: str) -> once.Process:
 
 #: One process (each takes seconds to begin); not the tests that are in a process of their own.
 CONFORMANCE = suite(FILES, "-k", f"cuda and not pages and (not conformance_higher.py or {HIGHER})")
-NAMES = "arrays", "cut", "frames", "fused", "networks", "series", "values"
+NAMES = "arrays", "cut", "frames", "fused", "members", "networks", "series", "values"
 ARRAYS = suite(f"cuda/test_cuda_{name}.py" for name in NAMES)
 
 

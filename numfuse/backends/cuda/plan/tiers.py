@@ -76,8 +76,29 @@ def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
         same = alone is not None and (product.free or alone[1].parts == 1)
         plan = tier.take(product, info) if same and tier in _RICH else None
         return None if plan is None else (tier, plan)
+    if product.members is not None:
+        return _of_members(product, info)
     for tier in TIERS if product.k else (MIRROR,):
         plan = tier.take(product, info)
         if plan is not None:
             return tier, plan
     raise AssertionError("the last tier takes every product")
+
+
+def _of_members(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
+    """Return the tier of a product of the members of points, and how it runs it.
+
+    None of one that no tier takes: before 8.0 of a GPU, where rows are not whole accesses of 16
+    bytes, and of float32 in another precision than IEEE's.
+    """
+    if not info.capability[0]:  # the simulator
+        return MIRROR, MIRROR.take(product, info)  # type: ignore[return-value]
+    values = 16 // product.out.itemsize
+    ends = product.out, product.pre, product.extra, product.bias
+    if not all(x is None or x.in_wholes(product.n, values) for x in ends):
+        return None
+    for tier in (CORES, TENSOR_CORES):
+        plan = tier.take(product, info)
+        if plan is not None:
+            return tier, plan
+    return None

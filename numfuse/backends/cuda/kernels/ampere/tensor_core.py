@@ -264,11 +264,11 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     few = None
     tiles: tuple[CudaBlock, ...] = tiling.DOUBLE_BLOCKS
     if p.k > tiling.ONE_CHAIN["float64"]:
-        tiles = tiling.DOUBLE_LONG
+        tiles = tiling.DOUBLE_LONG if p.members is None else tiling.DOUBLE_MEMBERS
     if p.x.dtype != "float64":
         held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
         tiles = tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
-    elif device.capability >= (9, 0) and not p.free:
+    elif device.capability >= (9, 0) and not p.free and p.members is None:
         few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
     if few is not None:
         made = None if p.is_rich else plan(p, device, *few, clustered=True)
