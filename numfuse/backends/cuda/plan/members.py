@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def forward(rec: Recorder, p: JetProblem, bind: Bind) -> bool:
     """Record a layer's jet, if it goes this way."""
     parts = _parts(p, ("out", "pre", "out_dot", "out_ddot"))
-    if parts is None or "bias" in parts["direction"].inputs:
+    if parts is None:
         return False
     acc, kept = format_of(p.acc_dtype), "pre" in p.arrays
     mark = rec.mark()
@@ -140,8 +140,10 @@ def _parts(p: JetProblem, written: tuple[str, ...]) -> dict[str, Epilogue] | Non
     stored = "d_z_dot" if p.backward else "out_dot"
     if direction is None or stored not in dict(direction.results):
         return None
-    shared = {f"shared_{i}" for i in range(MOST_SLOPES)}
-    return parts if shared.issuperset(_slopes(parts["value"])) else None
+    slopes = _slopes(parts["value"])
+    # (a plane is known by its number alone)
+    known = slopes == [f"shared_{i}" for i in range(len(slopes))]
+    return parts if known and len(slopes) <= MOST_SLOPES else None
 
 
 def _slopes(value: Epilogue) -> list[str]:
