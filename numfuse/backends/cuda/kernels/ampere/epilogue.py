@@ -33,7 +33,7 @@ class Position:
 
 @dataclass
 class Second:
-    """What a product of two sums has beside one of a single sum."""
+    """The arrays that a product of two sums has beside those of a single one."""
 
     #: The right factor of the second sum.
     y: Array
