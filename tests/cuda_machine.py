@@ -643,6 +643,8 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     if text.startswith("st.global.v4"):
         words = encoder(ir.VectorType(I32, 4))
         return lambda m, a: m.write("global", a[0], words(a[1:]))
+    if text.startswith("prefetch"):
+        return lambda m, a: m._check("global", a[0], 1)
     if text.startswith("mma"):
         return lambda m, a: m.wait(name, a)
     if "@p st.global" in text:

@@ -19,12 +19,14 @@ from numfuse.adapters import cuda_whole, marks
 from numfuse.adapters.cuda_arrays import CuPy, Torch
 from numfuse.adapters.cuda_whole import Whole, whole
 from numfuse.adapters.stacks import Array, Arrays, DeviceNetwork, Kept, refuse_kind
+from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call import foreign
 from numfuse.backends.cuda.call.arrays import DeviceArray, ghost
 from numfuse.backends.cuda.call.foreign import Kind, kind_of
 from numfuse.backends.cuda.call.record import NOTES
 from numfuse.backends.cuda.call.series import repeated
 from numfuse.chains import Chain
+from numfuse.perceptron import Network
 from numfuse.runtime.views import dtype_of
 
 
@@ -43,6 +45,12 @@ class Noted(Arrays):
         if notes is not None:
             notes.constants.append(made)
         return made
+
+    def chains(self, net: Network) -> bool:
+        """Return whether layers have so many directions that their passes go into products."""
+        one = net.x.ndim == 2 and all(w.ndim == 2 for w, _, _ in net.layers)
+        summed = net.weights is not None and net.seconds <= 1
+        return one and summed and net.dtype == net.acc and net.directions >= tiling.MEMBERS_LEAST
 
 
 class Own(Noted):

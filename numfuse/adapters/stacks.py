@@ -31,7 +31,7 @@ _MOST_CONSTANTS = 64
 #: and a backward then write and read these 5 times less, and take three launches more, of about
 #: 2 us each. At 3 TB/s the two are equal at 3.6 MB.
 SHARED_BYTES = 4 << 20
-#: The most directions of it: the backward has a sum of each in registers.
+#: The most directions of it, where layers are no chain: a backward has sums of each in registers.
 MOST_SHARED = 4
 
 
@@ -127,6 +127,10 @@ class Arrays:
         `more` says that a gradient by x is needed, or that gradients are to be written somewhere.
         """
 
+    def chains(self, net: Network) -> bool:
+        """Return whether a backward goes from gradients by sums to those (`Stack.behind`)."""
+        return False
+
     def product(self, a: Array, b: Array, backend: Any) -> Array:
         """Return a product of matrices."""
         return matmul_bias_activation(a, b, backend=backend)
@@ -198,7 +202,8 @@ class DeviceNetwork:
         """Whether the first layer's tangents are one row for all points."""
         net, single = self.net, len(self.weights) == 1 and self.net.plain
         nbytes = prod(net.shape(0, net.x.shape[-2], net.directions)) * self.x.dtype.itemsize
-        return 0 < net.directions <= MOST_SHARED and nbytes >= SHARED_BYTES and not single
+        few = net.directions <= MOST_SHARED or self.arrays.chains(net)
+        return few and net.directions > 0 and nbytes >= SHARED_BYTES and not single
 
     def form(self, layer: int) -> tuple[Stack, Array | None]:
         """Return the form of a layer's call, and the tangents that are one row for all points."""
@@ -273,6 +278,8 @@ class DeviceNetwork:
     ) -> tuple[Array | None, list[Array | None], list[Array | None]]:  # fmt: skip
         """Return the gradients of x, and of each layer's weights and bias; `out` has some."""
         net, grads, d_x = self.net, self.grads(given), None
+        # in a chain: the weights behind, where `grads` are by the sums of their layer
+        chain, behind = len(self.weights) > 1 and self.arrays.chains(net), None
         d_weights: list[Array | None] = [None] * len(self.weights)
         d_biases = list(d_weights)
         for layer in range(len(self.weights) - 1, -1, -1):
@@ -282,17 +289,23 @@ class DeviceNetwork:
             wanted += ["a"] if layer or "x" in needs else []
             outs = [out.get(f"d_{group}[{layer}]") for group in ("weights", "biases")]
             if layer == len(self.weights) - 1 and net.plain:
-                found = self._back_last(grads, stack, wanted, *outs)
+                own = [y for y in wanted if y != "a"] if chain else wanted
+                found = self._back_last(grads, stack, own, *outs)
+                found[0] = grads if chain else found[0]
             else:
                 sums = kept.sums[layer] if layer < len(kept.sums) else None
                 form, dots = self.form(layer)
-                operands = grads, None, None, stack, w, bias, dots, None, net.weights
+                if behind is not None:
+                    form = form._replace(behind=behind.shape[-1])
+                form = form._replace(by_sums=chain and layer > 0)
+                operands = grads, behind, None, stack, w, bias, dots, None, net.weights
                 flags = net.guard, False, net.pattern, form
                 saved = sums, None, None
                 into = (None, *outs, None, None) if any(y is not None for y in outs) else None
                 how = net.layers[layer][2], flags, tuple(wanted), into, self.backend
                 found = self.arrays.jet(BACKWARD, (*operands, *saved), *how)[:3]
             grads, d_weights[layer], d_biases[layer] = found
+            behind = w if chain else None
             d_x = grads
         if d_x is not None and not self.shared:
             d_x = d_x[..., 0, :]
@@ -309,8 +322,9 @@ class DeviceNetwork:
         needs = tuple(y for y in wanted if y != "bias")
         tall = _tall(grads), _tall(stack), w
         outs = None if d_b is None else (None, d_b, None)
-        made = backward(*tall, needs=needs, out=outs, backend=self.backend)
-        found: list[Array | None] = [*made]
+        found: list[Array | None] = [None, None, None]
+        if needs:
+            found = [*backward(*tall, needs=needs, out=outs, backend=self.backend)]
         if found[0] is not None:
             found[0] = found[0].reshape(stack.shape)
         if "bias" in wanted:

@@ -90,12 +90,19 @@ class Stack(NamedTuple):
 
     With `shared` the tangents of the left operand are one row for all points, and it has no second
     derivatives: `a` is (..., M, K), `a_dot` (D, K), and `pre` has the values' sums alone.
+
+    A chain of layers goes from gradients by sums to gradients by sums. With `behind`, the columns
+    of the layer behind, a backward is given those by that one's sums as `grad`, (M, members,
+    behind), and its right factor as `grad_dot`, (N, behind); the cotangents are their product. With
+    `by_sums` d_a is the gradient by this layer's own sums, (M, members, N).
     """
 
     directions: int
     seconds: int
     moved: bool
     shared: bool = False
+    behind: int = 0
+    by_sums: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -129,6 +136,9 @@ class JetProblem(ArraysByName):
     #: The formulas, without what is absent, and guarded.
     jet: Jet
     result: Any
+    #: Of a stacked backward: what is given in the place of the cotangents, and of d_a.
+    behind: int = 0
+    by_sums: bool = False
     #: The operands of a formula, which has no bias: (..., M or 1, N or 1).
     operands: tuple[str, ...] = ()
     #: Results of the caller's that are copied from others when all is done: (target, made).
@@ -224,6 +234,8 @@ def make(
     sized |= {"dtype": dtype, "acc_dtype": acc, "pattern": pattern, "moved": moved}
     how: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
     how["shared"] = stack is not None and stack.shared
+    if stack is not None:
+        how |= {"behind": stack.behind, "by_sums": stack.by_sums}
     how |= {"operands": () if form is None else form.others}
     p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **how)
     if p.batch:
@@ -290,13 +302,16 @@ def _promoted(
     stack: Stack | None,
 ) -> ndarray:  # fmt: skip
     """Return a checked operand as matrices."""
+    if stack is not None and stack.behind and name == "grad_dot":
+        return shaped(x, name, (sizes.n, stack.behind))
     if stack is not None and stack.shared and name != "grad":
         shape = (stack.directions, sizes.k) if name == "a_dot" else sizes.visible
         found: ndarray = shaped(x, name, shape, "the shape")
         return found[:, None, :] if name == "a_dot" else found
     if stack is not None:
         members = _members(stack, name == "grad")
-        shape = (*sizes.visible[:-1], members, sizes.n)
+        columns = stack.behind if stack.behind and name == "grad" else sizes.n
+        shape = (*sizes.visible[:-1], members, columns)
         return _as_rows(shaped(x, name, shape, "the shape"))
     own = (counts[MEMBERS[name]],) if name in MEMBERS else ()
     if name in LEFT:
@@ -326,9 +341,12 @@ def _results(
             [] if form is None else [f"x_{i}" for i, is_one in enumerate(form.numbers) if is_one]
         )
         own = {y: acc if y in numbers else dtype for y in names}
-        return {f"d_{y}": (x[y].shape, own[y]) if y in wanted and y in x else None for y in names}
+        shapes = {y: x[y].shape for y in names if y in x}
+        if stack is not None and stack.by_sums:
+            shapes["a"] = (*sizes.visible[:-1], _members(stack, False), sizes.n)
+        return {f"d_{y}": (shapes[y], own[y]) if y in wanted and y in x else None for y in names}
     d, s, visible = counts["directions"], counts["seconds"], sizes.visible
-    shapes = {"": visible, "_dot": (d, *visible), "_ddot": (s, *visible)}
+    whole = {"": visible, "_dot": (d, *visible), "_ddot": (s, *visible)}
     if stack is not None:
         *rows, n = visible
         found: dict[str, Any] = {"out": ((*rows, _members(stack, True), n), dtype)}
@@ -338,9 +356,9 @@ def _results(
             found |= {"pre": (kept, acc)}
             found |= {"pre_dot": None, "pre_ddot": None}
         return found
-    found = {f"out{end}": (shape, dtype) for end, shape in shapes.items()}
+    found = {f"out{end}": (shape, dtype) for end, shape in whole.items()}
     if keep:
-        found |= {f"pre{end}": (shape, acc) for end, shape in shapes.items()}
+        found |= {f"pre{end}": (shape, acc) for end, shape in whole.items()}
         if "a_ddot" not in x:
             found["pre_ddot"] = None
     return found

@@ -30,7 +30,9 @@ import numfuse as nf
 from numfuse import epilogues
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES
 from numfuse.language.curves import leaf
+from numfuse.problem import jets as jet_problems
 from numfuse.problem.networks import NetworkProblem
+from numfuse.runtime.replay import Replay
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import dtype_of
 
@@ -59,6 +61,7 @@ try:
     from numfuse.backends.cuda.kernels.pointwise import Result, Source
     from numfuse.backends.cuda.kernels.small import SMALL
     from numfuse.backends.cuda.plan import networks
+    from numfuse.backends.cuda.plan.jets import jet as record_jet
     from numfuse.backends.cuda.plan.product import (
         NUMBER,
         DeviceInfo,
@@ -67,7 +70,7 @@ try:
         Product,
         Slot,
     )
-    from numfuse.backends.cuda.plan.program import View
+    from numfuse.backends.cuda.plan.program import Recorder, View, strides_of
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -183,6 +186,42 @@ def jet(info, dtype, backward, seconds=2, n=1024, apart=0):
     operands |= {"bias": Operand(dtype, (0, 0, 1), 16)}
     steps, sizes = dict.fromkeys(operands, n * 4), (512, n, 1)
     return jets.launch(info, made, acc, operands, steps, 4096, sizes, is_short(acc, dtype))[0]
+
+
+def many(info, dtype, k, backward, keep=True):
+    """The launches of a layer's jet of 50 directions and their sum, but the plain product's."""
+    members, dtype, m, n = 52, np.dtype(dtype), 2048, 768
+    ones, b = np.ones((1, members - 2), dtype), np.empty((k, n), dtype)
+    given = {"a": np.empty((m, members, k), dtype), "b": b, "bias": b[0], "a_dot": None}
+    given |= {"a_ddot": None, "weights": ones}
+    stack = jet_problems.Stack(members - 2, 1, True)
+    if backward:
+        grads = {"grad": given["a"], "grad_dot": np.empty((n, k), dtype), "grad_ddot": None}
+        given |= {**grads, "pre": np.empty((m, members, n), dtype)}
+        stack = stack._replace(behind=k, by_sums=True)
+    needs = ("a", "bias")
+    p = jet_problems.make(backward, given, "tanh", needs, None, True, keep and not backward,
+                          (ones != 0).tobytes(), stack)  # fmt: skip
+    made = []
+
+    def prepare(launch):
+        made.append(launch)
+        return SimpleNamespace(table=launch.table, name=launch.kernel.name)
+
+    rec = Recorder(SimpleNamespace(info=info, kept_products=Replay(8, 0), prepare=prepare))
+    rec.constant = lambda x: 4096
+
+    def bind(name):
+        x = getattr(p, name)
+        if x is None:
+            return None
+        steps = strides_of(x)
+        return View(rec.number(name), 0, x.shape, steps, dtype.name, dtype.itemsize, 16)
+
+    record_jet(rec, p, bind)
+    # (its product is that of a layer; the tall one comes first here)
+    found = [x for x in made if "jet" in x.kernel.name or "direction" in x.kernel.name]
+    return tuple(sorted(found, key=lambda x: "direction" not in x.kernel.name))
 
 
 def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER, precision="ieee",
@@ -474,6 +513,18 @@ CASES = [
         for seconds in ((1, 2) if dtype == "float32" else (1,))
     ],
     Case("jet float64 backward, 2, before 9.0", (jet(ADA, "float64", True),), ADA, (), 128),
+    *[
+        Case(f"jet {dtype}{' backward' * backward} of many directions, {k}, {info.name}",
+             many(info, dtype, k, backward, keep), info,
+             ("mma.sync" if dtype == "float64" else "fma.rn.f32", "cp.async",
+              *(["prefetch.global.L2"] if backward else [])))
+        for dtype, k, backward, keep, info in (
+            ("float64", 512, False, True, HOPPER), ("float64", 768, False, False, HOPPER),
+            ("float64", 512, True, True, HOPPER), ("float64", 768, True, True, AMPERE),
+            ("float32", 768, False, True, HOPPER), ("float32", 512, True, True, HOPPER),
+            ("float32", 512, True, True, ADA),
+        )
+    ],
     *[
         Case(f"jet {dtype} backward of a first layer, {count}",
              (jet(info, dtype, True, 1, apart=count),), info, ("ld.global", "st.global"),

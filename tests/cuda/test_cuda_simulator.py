@@ -54,7 +54,8 @@ def suite(files: Iterable[str], *options: str) -> once.Process:
 #: One process (each takes seconds to begin); not the tests that are in a process of their own.
 CONFORMANCE = suite(FILES, "-k", f"cuda and not pages and (not conformance_higher.py or {HIGHER})")
 NAMES = (
-    "along", "arrays", "cut", "frames", "fused", "networks", "series", "small", "tuned", "values",
+    "along", "arrays", "cut", "frames", "fused", "members", "networks", "series", "small", "tuned",
+    "values",
 )  # fmt: skip
 ARRAYS = suite(f"cuda/test_cuda_{name}.py" for name in NAMES)
 

@@ -184,6 +184,10 @@ DOUBLE_LONG = (
     CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
 )
+#: The same of products of all members of points: where K is that of a network's layer a block ends
+#: and begins in an eighth of its time, and while one does, another one multiplies. (No GPU has
+#: timed this yet.)
+DOUBLE_MEMBERS = DOUBLE_LONG[1:]
 #: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
 #: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337. Sums are
 #: one chain, as wgmma's: what the unit cuts off is below the rounding of a 16-bit result, and 128
@@ -401,6 +405,14 @@ def block(
         costs = [cost(t, m, n, places, part, parts, multiprocessors) for t in fitting]
         work, tile = min(zip(costs, fitting, strict=True), key=itemgetter(0))
     return tile, part, parts, work
+
+
+#: Jets of so many directions, and stacks of so many bytes, whose pass goes into their product
+#: (`plan.members`). That saves a backward or a forward a way of the stack through memory or two,
+#: and takes about 12 more of one row of each point, and three launches, which are 64 MiB in the
+#: time of a pass. (No GPU has timed this yet.)
+MEMBERS_LEAST = 16
+MEMBERS_BYTES = 64 << 20
 
 
 class NetworkTile(NamedTuple):

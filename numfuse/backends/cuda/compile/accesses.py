@@ -191,6 +191,9 @@ def load_cluster(count: int, accumulator: str, blocks: int) -> Any:
 load_words = instruction("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l")
 store_words = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr")
 
+#: 9.7.9.17, prefetch: a line of memory to the second-level cache
+prefetch = instruction("prefetch.global.L2 [$0];", "", "l")
+
 # --- masked loads and stores ----------------------------------------------------------------------
 #: 9.7.9.8, ld; 9.7.9.9, ld.global.nc; 9.7.9.11, st: by space and width; where the predicate of a
 #: global access does not hold, 0 is read and nothing is written

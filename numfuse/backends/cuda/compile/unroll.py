@@ -251,6 +251,13 @@ class Template:
         return device_function(with_names(self.function, self.others))
 
 
+def rebound(template: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """Return a template with other records or functions at some of the names that it uses."""
+    made = FunctionType(template.__code__, {**template.__globals__, **names}, template.__name__)
+    made.__annotations__ = template.__annotations__
+    return made
+
+
 def inlined(template: Callable[..., Any], **bindings: Any) -> Template:
     """`Template`, with the names as keywords."""
     return Template(template, bindings)

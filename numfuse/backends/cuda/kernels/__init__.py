@@ -6,6 +6,7 @@
 - `elementwise`, `epilogue`: an epilogue as a device function, and what a product does with its sums
 - `pointwise`, `rows`: passes over elements, printed from an epilogue
 - `jets`, `jet_lines`: the pass of a jet over points, and its text
+- `members`: that pass as the end of a product, where directions are many
 - `network`, `network_backward`, `network_layers`, `network_passes`: a network's jet in one kernel,
   and its gradients
 - `network_tiles`, `network_warps`, `network_split`, `network_rows`: its products in registers, by

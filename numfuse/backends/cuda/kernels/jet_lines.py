@@ -49,6 +49,8 @@ class Pass(NamedTuple):
     #: Whether the gradients by directions' sums are added up by columns too, and are not stored.
     #: (There are few directions then: each has registers of its own.)
     apart: bool = False
+    #: The array that is no array of points but a table, which `TABLE` adds up to one's value.
+    table: str = ""
 
     @property
     def added(self) -> range:
@@ -135,6 +137,8 @@ class Text:
 
     def load(self, name: str, member: Member = ("", "")) -> str:
         end, index = member
+        if name == self.made.table:
+            return f"in_{name}{end}{self.tag} = TABLE(from_{name}, row{self.tag}, column, n)"
         return f"in_{name}{end}{self.tag} = LOAD_{name}({self.at(name, index)}, 0)"
 
     def store(self, name: str, value: str, index: str = "") -> list[str]:
@@ -177,7 +181,9 @@ class Text:
         if self.made.backward:
             begun = [f"{x}{self.tag} = {self.result('value', x)}" for x in self.made.totals]
             return _Lines(loads, [*self.call("value"), *begun], [])
-        stores = [line for x in ("out", "pre") for line in self.store(x, self.result("value", x))]
+        slopes = [x for x in sorted(self.made.written) if x.startswith("shared_")]
+        names = "out", "pre", *slopes
+        stores = [line for x in names for line in self.store(x, self.result("value", x))]
         return _Lines(loads, self.call("value"), stores)
 
     def direction(self, member: Member) -> _Lines:
@@ -388,7 +394,7 @@ def _summed(made: Pass, body: list[str], narrow: bool) -> list[str]:
     """Return the lines of a chunk of points, of which a column is summed: in runs of RUN."""
     one = [*body, "run = run + d_z", "row += 1"]
     two = []
-    few = len(made.read) + made.directions + made.seconds <= TWO_POINTS
+    few = 0 < made.directions and len(made.read) + made.directions + made.seconds <= TWO_POINTS
     if made.written_out and few and narrow:
         both = Text(made).point().and_then(Text(made, "_b").point()).whole
         both = ["row_b = row + 1", *both, "run = run + d_z", "run = run + d_z_b", "row += 2"]

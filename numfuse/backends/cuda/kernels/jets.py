@@ -41,13 +41,14 @@ def launch(
     sizes: tuple[int, int, int],
     short: bool,
     batch: int = 1,
+    table: Any = None,
 ) -> tuple[Launch, int]:
     """Return the launch of a pass, and the chunks of points of its column sums.
 
     `operands` has the arrays by their slots, `steps` the bytes from a member to the next one of
     those that have several, `weights` is an address, `sizes` are M, N and the places. Column sums
     go to the slot "sums": (places, chunks, N) in the accumulator's dtype; those of directions lie
-    behind them, each (batch, chunks, N).
+    behind them, each (batch, chunks, N). `table` is the device function of `Pass.table`.
     """
     m, n, places = sizes
     threads = min(threads_of(info), _THREADS)
@@ -68,14 +69,17 @@ def launch(
         "COLUMN_BITS": bits,
         "LOAD_WEIGHT": elements.loads(accumulator),
         "STORE_SUM": elements.stores(accumulator),
+        "TABLE": table,
     }
     used = template.__code__.co_names
     bindings = {name: value for name, value in bindings.items() if name in used}
     words = (["weights"] if made.weighted else []) + (["sums"] if made.sums else [])
     schema = Schema(template, u64=" ".join(words))
     name = f"layer jet{' backward' if made.backward else ''}"
-    # before 9.0 the assembler spills some of float64 for more blocks than these
-    blocks = 4 if accumulator == "float64" and info.capability < (9, 0) else 0
+    # for more blocks than these the assembler spills some of float64 before 9.0, and the loop over
+    # a table everywhere
+    old = accumulator == "float64" and info.capability < (9, 0)
+    blocks = 4 if old or made.table else 0
     built = kernel(
         template, schema.signature, threads=threads, blocks=blocks, name=name, **bindings
     )

@@ -22,7 +22,8 @@ from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
-from numfuse.backends.cuda.compile.unroll import bound, kernel_of
+from numfuse.backends.cuda.compile.unroll import bound, kernel_of, rebound
+from numfuse.backends.cuda.kernels import members
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
 from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import (
@@ -99,8 +100,7 @@ def product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, x_along_
     finish(shared, t, ends, place, plane, row0, column0, m, n)
     if SUMS:
         cuda.syncthreads()
-        height, width = min(BLOCK_M, m - row0), min(BLOCK_N, n - column0)
-        sum_columns(shared, t, sums, (place * rows + block_row) * n + column0, height, width)
+        sum_columns(shared, t, ends, sums, place * rows + block_row, row0, column0, m, n)
 
 
 def block_of(number, rows, columns):
@@ -130,9 +130,10 @@ def finish(shared, t, ends: Ends, place, plane, row0, column0, m, n):
             shared[i] = value
 
 
-def sum_columns(shared, t, sums, first, height, width):
-    """The sums of the columns of a block in shared memory, to `sums` from `first` on."""
-    for i in range(t, width, THREADS):
+def sum_columns(shared, t, ends: Ends, sums, number, row0, column0, m, n):
+    """The sums of the columns of a block in shared memory, to row `number` of `sums`."""
+    height, first = min(BLOCK_M, m - row0), number * n + column0
+    for i in range(t, min(BLOCK_N, n - column0), THREADS):
         total = ZERO
         for begin in range(0, height, RUN):
             run = ZERO
@@ -150,13 +151,24 @@ ARGUMENTS = Schema(
 )
 
 
+#: The same with the end of a product of all members of points.
+MEMBER_PRODUCT = rebound(
+    product, Ends=members.MemberEnds, finish=members.finish, sum_columns=members.sum_points
+)
+MEMBER_ARGUMENTS = Schema(
+    MEMBER_PRODUCT,
+    u64="x_address y_address ends_planes_address ends_kept_address ends_out_address ends_weights"
+    " ends_table",
+)
+
+
 def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
     real = np.dtype(p.accumulator).type
 
     # one more than a power of two: a transposed slice is stored without bank conflicts
     x_pitch, y_pitch = tile.block_m + 1, tile.block_n + 1
     y_at = tile.block_k * x_pitch
-    bindings = bound(tile, "block_m block_n block_k mr nr group threads") | parts_of(p)
+    bindings = bound(tile, "block_m block_n block_k mr nr group threads")
     bindings |= {
         "REAL": getattr(types, p.accumulator),
         "ZERO": real(0),
@@ -169,15 +181,22 @@ def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
         "SHARED": max(y_at + tile.block_k * y_pitch, tile.block_m * tile.block_n),
         "LOAD_X": elements.loads(p.x.dtype),
         "LOAD_Y": elements.loads(p.y.dtype),
-        "LOAD_BIAS": elements.loads((p.bias or p.x).dtype),
-        "LOAD_EXTRA": elements.loads((p.extra or p.x).dtype),
-        "STORE": elements.stores(storage),
-        "STORE_PRE": elements.stores(p.accumulator if p.pre is None else p.pre.dtype),
-        "STORE_SUM": elements.stores(p.accumulator),
     }
+    template, schema = product, ARGUMENTS
+    if p.members is not None:
+        template, schema = MEMBER_PRODUCT, MEMBER_ARGUMENTS
+        bindings |= members.plain_bindings(p)
+    else:
+        bindings |= parts_of(p) | {
+            "LOAD_BIAS": elements.loads((p.bias or p.x).dtype),
+            "LOAD_EXTRA": elements.loads((p.extra or p.x).dtype),
+            "STORE": elements.stores(storage),
+            "STORE_PRE": elements.stores(p.accumulator if p.pre is None else p.pre.dtype),
+            "STORE_SUM": elements.stores(p.accumulator),
+        }
     return kernel_of(
-        product,
-        ARGUMENTS,
+        template,
+        schema,
         bindings,
         threads=tile.threads,
         # two sets of 16 sums leave registers for two blocks; those of float64 would spill
@@ -203,7 +222,12 @@ def plan(product: Product, device: DeviceInfo, tile: CudaTile | None = None) -> 
         part, parts = tiling.parts(busy, product.k, device.multiprocessors, first.block_k)
     planes = Planes.of(product, parts)
     p = planes.stored
-    arguments = ARGUMENTS(
+    schema = ARGUMENTS if p.members is None else MEMBER_ARGUMENTS
+    if p.members is None:
+        ends = finishing(p, p.out, planes.slot, in_elements)
+    else:
+        ends = {"ends": members.ends_of(p, in_elements, tile.block_m), "sums": 0}
+    arguments = schema(
         x=in_elements(Slot("x"), p.x),
         y=in_elements(Slot("y"), p.y),
         m=p.m,
@@ -213,7 +237,7 @@ def plan(product: Product, device: DeviceInfo, tile: CudaTile | None = None) -> 
         parts=parts,
         x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
         y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
-        **finishing(p, p.out, planes.slot, in_elements),
+        **ends,
     )
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     grid = (blocks * p.places * parts, 1, 1)

@@ -77,6 +77,32 @@ WIDE_SINCE = {"float64": (1, 0), "float32": (1, 0), "float16": (1, 0), "bfloat16
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+#: What a point of a jet has alone and its directions need, at most: the slopes of a curve.
+MOST_SLOPES = 3
+
+
+@dataclass(frozen=True)
+class Members:
+    """The end of a product of the rows of all members of points: see `kernels.members`.
+
+    Strides of `out`, and of the directions' sums (`pre` of a forward, `extra` of a backward), are
+    those of (point, member, column), those of `bias`, which has what a point has alone, of (plane,
+    point, column). The epilogue has what becomes of a direction and, with `sums`, what it adds to
+    its point's sum.
+    """
+
+    #: Rows of a point, and directions among them.
+    count: int
+    directions: int
+    backward: bool
+    #: The epilogue's names of a direction's sum, of the sum in the forward, and of what its bend is
+    #: weighted with.
+    names: tuple[str, str, str]
+    #: Planes of slopes; with `bent` there is another one behind them.
+    slopes: int
+    bent: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Product(Keyed):
     """out[p] = epilogue(X[p] @ Y[p]) for every place p; the key of a kept plan."""
@@ -117,6 +143,8 @@ class Product(Keyed):
     free: bool = False
     #: K may not be cut, whatever that saves: another product makes the same sum in one piece.
     whole: bool = False
+    #: Rows are members of points.
+    members: Members | None = None
 
     @property
     def extra_name(self) -> str:

@@ -77,6 +77,8 @@ def choose(
     that is cut alone is in one piece here.
     """
     rich: Tier | None = None
+    if product.members is not None:
+        return _of_members(product, info)
     if product.is_rich:
         nothing = dict.fromkeys(("x1", "y1", "bias", "bias1", "extra", "pre", "pre1"))
         single = replace(product, epilogue=sum_of_terms(0), **nothing)  # type: ignore[arg-type]
@@ -151,3 +153,22 @@ def name_of(product: Product, info: DeviceInfo) -> str:
 def _launched(plan: Plan) -> list[tuple[Any, ...]]:
     """Return what tells the launches of two plans of a product apart."""
     return [(launch.kernel, launch.grid) for launch in plan.launches]
+
+
+def _of_members(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
+    """Return the tier of a product of the members of points, and how it runs it.
+
+    None of one that no tier takes: before 8.0 of a GPU, where rows are not whole accesses of 16
+    bytes, and of float32 in another precision than IEEE's.
+    """
+    if not info.capability[0]:  # the simulator
+        return MIRROR, MIRROR.take(product, info)  # type: ignore[return-value]
+    values = 16 // product.out.itemsize
+    ends = product.out, product.pre, product.extra, product.bias
+    if not all(x is None or x.in_wholes(product.n, values) for x in ends):
+        return None
+    for tier in (CORES, TENSOR_CORES):
+        plan = tier.take(product, info)
+        if plan is not None:
+            return tier, plan
+    return None

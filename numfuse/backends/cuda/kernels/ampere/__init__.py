@@ -2,6 +2,7 @@
 
 - `blocks`: a block of the product, by an engine: what is bound in its kernel, and its launches
 - `gemm`, `epilogue`: the kernel: its mainloop, and how a block ends
+- `members`: how a block ends whose rows are all members of points of a jet
 - `simt`, `tensor_core`: the engines, on CUDA cores and on tensor cores
 - `copies`: which factors are copied before
 - `slices`, `registers`: how slices come to shared memory, and what a thread keeps in registers

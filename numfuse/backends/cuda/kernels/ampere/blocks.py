@@ -24,11 +24,13 @@ from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of
+from numfuse.backends.cuda.kernels.ampere import members
 from numfuse.backends.cuda.kernels.ampere.epilogue import Second
 from numfuse.backends.cuda.kernels.ampere.gemm import block_product
 from numfuse.backends.cuda.kernels.ampere.registers import add, add_kept, clear, keep
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
+from numfuse.backends.cuda.kernels.members import ends_of
 from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.tiling import CudaBlock
@@ -141,7 +143,13 @@ def build(product: Product, block: Block, name: str) -> Kernel:
         "COLUMN_STEP": 1 if block.wide else columns,
     }
     count = values if block.wide else 1
-    bindings |= finish_of(product, block.out, count) | mover("X", engine.x) | mover("Y", engine.y)
+    template, schema = block_product, ARGUMENTS
+    if product.members is None:
+        bindings |= finish_of(product, block.out, count) | {"READS": False}
+    else:
+        template, schema = members.PRODUCT, members.ARGUMENTS
+        bindings |= members.bindings_of(product, engine, rows)
+    bindings |= mover("X", engine.x) | mover("Y", engine.y)
     if block.cluster == 1:
         bindings["BARRIER"] = intrinsics.block_barrier
         bindings["TAKE"] = accesses.load(acc, count, acc, intrinsics.SHARED)
@@ -149,9 +157,7 @@ def build(product: Product, block: Block, name: str) -> Kernel:
         bindings["BARRIER"] = intrinsics.cluster_barrier
         bindings["TAKE"] = accesses.load_cluster(count, acc, block.cluster)
         bindings["TAKE_ONE"] = accesses.load_cluster(1, acc, block.cluster)
-    return kernel_of(
-        block_product, ARGUMENTS, bindings, threads=threads, blocks=block.resident, name=name
-    )
+    return kernel_of(template, schema, bindings, threads=threads, blocks=block.resident, name=name)
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -210,7 +216,12 @@ def plan(
     long = chain < min(part, p.k)
     block = _block(p, device, engine, p.out, cluster, long)
     block = replace(block, waits=waits, releases=releases)
-    arguments = ARGUMENTS(
+    schema = ARGUMENTS if p.members is None else members.ARGUMENTS
+    if p.members is None:
+        ends = finishing(p, p.out, planes.slot, in_bytes)
+    else:
+        ends = {"ends": ends_of(p, in_bytes, tile.block_m), "sums": 0}
+    arguments = schema(
         x=in_bytes(slots[0], p.x),
         y=in_bytes(slots[1], p.y),
         second=Second(
@@ -226,7 +237,7 @@ def plan(
         chain=chain,
         first=first,
         last=last,
-        **finishing(p, p.out, planes.slot, in_bytes),
+        **ends,
     )
     columns_of_block = tile.block_n // (1 + p.has_two_sums)
     blocks = -(-p.m // tile.block_m) * -(-(last - first) // columns_of_block)
@@ -234,7 +245,7 @@ def plan(
         build(p, block, f"{name} {p.epilogue.name}"),
         (blocks * p.places * parts * cluster, 1, 1),
         arguments,
-        block.shared_bytes(p.accumulator),
+        max(block.shared_bytes(p.accumulator), members.table_bytes(p, engine)),
         cluster,
         bool(waits),
     )

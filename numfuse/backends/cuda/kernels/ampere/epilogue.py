@@ -49,6 +49,10 @@ def place_of(column):
     return column
 
 
+def read_ahead(ends: Ends, m, n, here: Position):
+    """Ask for what a block's end reads, before its sums are made: nothing here."""
+
+
 def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Position):
     """The epilogue of a block: thread (c, r) has VALUES columns of every ROW_STEP-th row."""
     t = i32(cuda.threadIdx.x)

@@ -21,7 +21,13 @@ from numfuse.backends.cuda.compile.intrinsics import (
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.ampere.epilogue import Position, Second, finish, sum_columns
+from numfuse.backends.cuda.kernels.ampere.epilogue import (
+    Position,
+    Second,
+    finish,
+    read_ahead,
+    sum_columns,
+)
 
 i32, i64 = np.int32, np.int64
 
@@ -58,6 +64,8 @@ def block_product(
     block_columns = i32(quotient(last - first + (COLUMNS - 1), COLUMNS))
     here: Position = block_at(block_rows, block_columns, parts, first)
     place, row0, column0 = here.place, here.row0, here.column0
+    if READS:
+        read_ahead(ends, m, n, here)
     k0 = i32(here.rank * part) if CLUSTER > 1 else i32((here.plane - place * parts) * part)
     k_left = i32(least(i32(k - k0), part))
 

@@ -310,7 +310,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if p.is_rich:
         return plan(p, device, tile, part, parts) if parts == 1 else None
     beyond = p.n % tiles[0].block_n
-    if parts == 1 and 0 < beyond < p.n:
+    if parts == 1 and 0 < beyond < p.n and p.members is None:
         found = _in_two(p, device, tiles, work)
         if found is not None:
             return found

@@ -263,6 +263,8 @@ def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
         return ()
     if p.x.dtype == "float64":
         long = p.k > tiling.ONE_CHAIN["float64"]
+        if long and p.members is not None:
+            return tiling.DOUBLE_MEMBERS
         return tiling.DOUBLE_LONG if long else tiling.DOUBLE_BLOCKS
     held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
     return tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
@@ -282,7 +284,8 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if not tiles:
         return None
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
-    if p.x.dtype == "float64" and device.capability >= (9, 0) and not p.free:
+    clusters = p.x.dtype == "float64" and device.capability >= (9, 0)
+    if clusters and not p.free and p.members is None:
         few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
     if few is not None:
         if p.is_rich:
