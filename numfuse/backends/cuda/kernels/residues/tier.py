@@ -1,0 +1,148 @@
+"""Which float64 products run by residues of 8 bits, and the launches of one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile.schema import Array, Ends
+from numfuse.backends.cuda.kernels.hopper.factors import box_of
+from numfuse.backends.cuda.kernels.hopper.kernel import Gemm
+from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
+from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
+from numfuse.backends.cuda.kernels.hopper.tier import available
+from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile, hopper_tile
+from numfuse.backends.cuda.kernels.residues import finish, gemm, split
+from numfuse.backends.cuda.kernels.residues.moduli import Residues, count_of, residues
+from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Launch, Plan, Product, Slot, Tier
+
+#: Values of K in a slice, and slices of which a sum of products of residues stays below 2^31: their
+#: products are 2^14 at most.
+SLICE = 128
+SLICES = (1 << 31) // (1 << 14) // SLICE - 1
+#: Parts of K, at most: the low words of `finish` then stay below 2^-20.
+PARTS = 1 << 10
+#: Operations and bytes a second of an H100 or H200: float64 on tensor cores and integers as they
+#: are reached, and memory; seconds of a launch; the share of float64's time that is left, at most.
+#: (A formula of a machine: no GPU has timed this yet.)
+NATIVE, INTEGERS, MEMORY, LAUNCH, GAIN = 58e12, 1300e12, 3.3e12, 2.5e-6, 0.97
+#: The least tile: a thread has whole accesses of 64 columns.
+LEAST = HopperTile(64, 64, 1, False)
+
+
+class Seconds(NamedTuple):
+    """What a product takes in float64 and by residues, as the constants above have it."""
+
+    native: float
+    residues: float
+
+
+def seconds(m: int, n: int, k: int, places: int, count: int) -> Seconds:
+    """Return what a product of so many moduli takes, and what it takes in float64."""
+    work = 2 * m * n * k * places
+    # blocks are whole, and so are rows of residues
+    rows, columns, depth = (tiling.round_up(x, 128) for x in (m, n, k))
+    integers = 2 * rows * columns * depth * places * count
+    read = (m + n) * k * places * (16 + count)
+    finished = m * n * places * (2 * count + 8)
+    by_residues = integers / INTEGERS + (read + finished) / MEMORY + 6 * LAUNCH
+    return Seconds(work / NATIVE, by_residues)
+
+
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """Launches for a product of float64 that may be made of residues, where that is faster.
+
+    The simulator makes every product so: there is nothing to be faster than.
+    """
+    p, count = product, count_of(product.precision)
+    operands = p.x, p.y, p.out, p.bias, p.extra, p.pre
+    if not count or p.is_rich or p.x1 is not None:
+        return None
+    if any(o is not None and o.dtype != "float64" for o in operands):
+        return None
+    simulated = not device.capability[0]
+    if not simulated:
+        took = seconds(p.m, p.n, p.k, p.places, count)
+        if not available(device) or took.residues >= GAIN * took.native:
+            return None
+    slices = -(-p.k // SLICE)
+    parts = 1 if simulated else -(-slices // SLICES)
+    planes, blocks = p.places * count, -(-max(p.m, p.n) // split.ROWS)
+    if parts > PARTS or max(planes, blocks) > 65535 or max(p.m, p.n, p.k) >= 1 << 30:
+        return None
+    return plan_with(p, residues(count), device, parts)
+
+
+RESIDUES = Tier("int8", take)
+
+
+def plan_with(product: Product, of: Residues, device: DeviceInfo, parts: int) -> Plan | None:
+    """Return the launches of a product, its K in so many parts."""
+    p, overlaps = product, device.capability >= (9, 0)
+    launches: list[Launch] = []
+    for name, operand, rows in ("x", p.x, p.m), ("y", p.y, p.n):
+        made, pitch = split.planes_of(name, operand, rows, p.k, p.places, of, device)
+        launches += made
+    out_pitch = tiling.round_up(p.n, split.COLUMNS)
+    if device.capability[0]:
+        found = _by_wgmma(p, of, device, (pitch, out_pitch), parts)
+        if found is None:
+            return None
+        middle, tile, parts = found
+    else:
+        sizes, planes = (p.m, p.n, p.k), p.places * of.count
+        y_rows = split.plane_rows("y", p.n)
+        middle = gemm.launch(
+            sizes, planes, of.moduli, (p.m * pitch, y_rows * pitch, pitch, out_pitch)
+        )
+        tile = "plain"
+    last = finish.finished(p, device, of, parts, out_pitch, overlaps)
+    workspace = parts * p.places * of.count * p.m * out_pitch
+    shown = f"{of.count} moduli, {tile}" + (f", K in {parts} parts" if parts > 1 else "")
+    return Plan((*launches, middle, last), shown, workspace, tiling.RUN)
+
+
+def _by_wgmma(
+    product: Product, of: Residues, device: DeviceInfo, pitches: tuple[int, int], parts: int
+) -> tuple[Launch, str, int] | None:
+    """Return the launch that multiplies planes of residues, its tile and the parts of K."""
+    p, (pitch, out_pitch) = product, pitches
+    slices, places = -(-p.k // SLICE), p.places * of.count
+    part_slices = -(-slices // parts)
+    parts = -(-slices // part_slices)
+    tile, _ = hopper_tile(p.m, p.n, part_slices, places * parts, device.multiprocessors)
+    if tile.block_n < split.COLUMNS:
+        tile = LEAST
+    row_blocks, column_blocks = -(-p.m // tile.block_m), -(-p.n // tile.block_n)
+    units = row_blocks * column_blocks * places * parts
+    found, bytes_ = [], 0
+    for name, rows, block in ("x", p.m, tile.block_m), ("y", p.n, tile.block_n):
+        rows = split.plane_rows(name, rows)
+        box = SLICE, box_of(False, block, rows, "int8")[1]
+        made = TensorMap("int8", (p.k, rows, places), (pitch, rows * pitch), box)
+        found.append(Fetched(Derived(Slot(f"{name} copy"), made), 1, 0))
+        bytes_ += SLICE * box[1]
+        if not made.possible():
+            return None
+    if units >= 1 << 31:
+        return None
+    kernel = Gemm("int8", False, False, tile, "residues", moduli=of.moduli)
+    nothing, none = Fetched(0, 0, 0), Array(0, 0, 0, 0)
+    plane = p.m * out_pitch
+    out = Array(Slot("work"), plane, out_pitch, 1)
+    arguments = kernel.schema(
+        x=found[0],
+        y=found[1],
+        maps=Maps(0, 0, 0),
+        ends=Ends(none, none, none, out),
+        sums=0,
+        second=Second(nothing, nothing, none, none, 0),
+        work=Work(
+            *(p.m, out_pitch, units, row_blocks, column_blocks, places),
+            *(slices, part_slices, slices, places * plane),
+        ),
+        slice_bytes=bytes_,
+    )
+    grid = (min(units, device.multiprocessors), 1, 1)
+    launch = Launch(kernel.kernel(), grid, arguments, kernel.shared_bytes, overlaps=True)
+    return launch, f"{tile}, {kernel.stages} stages", parts
