@@ -1,8 +1,8 @@
 """Integers of 8 bits in words of four: what residues are made with, and made numbers of again.
 
 Each is PTX (`intrinsics`), with its section of the PTX ISA 9.0, and has a Python text for Numba's
-simulator. Moduli are at most 256, their residues of factors symmetric, from -128 to 127, and those
-of sums from 0 to 255.
+simulator. Moduli are at most 256. Residues of factors are from -128 to 127, those of sums from 0 to
+255; a remainder may be the modulus itself in place of 0.
 """
 
 from __future__ import annotations
@@ -38,26 +38,40 @@ def _either(simulated: Any, made: Any) -> Any:
 
 
 # --- a number as words ----------------------------------------------------------------------------
-#: 9.7.9.21, cvt: a float64, rounded to the nearest integer, in two or three words of its two's
-#: complement, of which the sign is turned: as an unsigned number it is 2^63 or 2^95 more.
+#: Added to a number before it is cut to digits, and left out of its residues again by `TURN`.
+ABOVE = 128
+#: Of each byte: what makes a digit from -128 to 127 of one from 0 to 255, and the other way round.
+TURN = 0x80808080
+#: 9.7.9.21, cvt: a float64, rounded to the nearest integer, plus `ABOVE`, in two or three words of
+#: digits: the bytes of a sum with 128 of each digit, turned. (Its top digit holds the sign.)
 _SPLIT = {
-    2: "{ .reg .b64 t; cvt.rni.s64.f64 t, $2; mov.b64 {$0, $1}, t; xor.b32 $1, $1, 0x80000000; }",
+    2: "{ .reg .b64 t; cvt.rni.s64.f64 t, $2; add.s64 t, t, 0x8080808080808100;"
+    " mov.b64 {$0, $1}, t; xor.b32 $0, $0, 0x80808080; xor.b32 $1, $1, 0x80808080; }",
     # t = h 2^32 + l, both exact: h is below 2^63, and l from 0 to 2^32 (-2^32 is 0dC1F0...)
-    3: "{ .reg .b64 h; .reg .f64 t, s; cvt.rni.f64.f64 t, $3; mul.f64 s, t, 0d3DF0000000000000;"
-    " cvt.rmi.s64.f64 h, s; cvt.rn.f64.s64 s, h; fma.rn.f64 t, s, 0dC1F0000000000000, t;"
-    " cvt.rzi.u32.f64 $0, t; mov.b64 {$1, $2}, h; xor.b32 $2, $2, 0x80000000; }",
+    3: "{ .reg .b64 h, l; .reg .f64 t, s; .reg .b32 x; cvt.rni.f64.f64 t, $3;"
+    " mul.f64 s, t, 0d3DF0000000000000; cvt.rmi.s64.f64 h, s; cvt.rn.f64.s64 s, h;"
+    " fma.rn.f64 t, s, 0dC1F0000000000000, t; cvt.rzi.s64.f64 l, t; add.s64 l, l, 0x80808100;"
+    " mov.b64 {$0, x}, l; shr.s64 l, l, 32; add.s64 h, h, l; add.s64 h, h, 0x8080808080808080;"
+    " mov.b64 {$1, $2}, h; xor.b32 $0, $0, 0x80808080; xor.b32 $1, $1, 0x80808080;"
+    " xor.b32 $2, $2, 0x80808080; }",
 }
 
 
 @functools.cache
 def words_of(words: int) -> Any:
-    """``words_of(x)``: the nearest integer to x in so many words, plus 2^(32 words - 1)."""
+    """``words_of(x)``: the nearest integer to x plus `ABOVE`, as so many words of digits."""
 
     def simulated(x: Any) -> tuple[int, ...]:
-        whole = int(np.rint(x)) if np.isfinite(x) else 0
-        whole += 1 << (32 * words - 1)
-        # (each as an int32, as a local array has it)
-        return tuple(symmetric(whole >> 32 * i, _WORD) for i in range(words))
+        whole = (int(np.rint(x)) if np.isfinite(x) else 0) + ABOVE
+        found = []
+        for _ in range(words):
+            word = 0
+            for i in range(4):
+                digit = symmetric(whole, 256)
+                whole = (whole - digit) >> 8
+                word |= (digit & 255) << 8 * i
+            found.append(symmetric(word, _WORD))  # (an int32, as a local array has it)
+        return tuple(found)
 
     return _either(simulated, instruction(_SPLIT[words], "r" * words, "d", "pure"))
 
@@ -84,42 +98,41 @@ def _bytes(modulus: int, first: int) -> int:
 
 
 def residue_text(modulus: int, words: int) -> str:
-    """Return PTX: four integers of so many words ($1 ...) become their residues, one a byte of $0.
+    """Return PTX: four numbers of so many words ($1 ...) become their residues, one a byte of $0.
 
-    9.7.1.23, dp4a: the bytes of a number by the residues of their weights are 2^19 at most, and
-    0 to 2^20 with a multiple of the modulus; the quotient is exact to 2^-11, and no fraction of
-    that modulus is closer to a half than 2^-9. 9.7.1.4, mad.wide: the quotient, rounded.
+    9.7.1.23, dp4a: the digits by the residues of their weights, a sum below 2^18. 9.7.1.3, mul.hi:
+    its quotient, rounded down, is exact to 2^-14, and so right; of a multiple below 0 it is one
+    less, and the remainder is then the modulus, which 256 never is (its inverse is exact). Less
+    `ABOVE` it is a residue of the number that was rounded, from -128 to 127.
     """
-    bias = -(1 << (32 * words - 1)) % modulus + modulus * -((-1 << 19) // modulus)
-    inverse = -(-_WORD // modulus)
-    lines = ["{ .reg .b32 t0, t1, t2, t3, x, q; .reg .b64 d;"]
+    lines = ["{ .reg .b32 t0, t1, t2, t3, x, q;"]
     for i in range(4):
-        before: Any = bias
+        before: Any = 0
         for w in range(words):
-            weights = _bytes(modulus, 4 * w)
-            lines.append(f"mov.b32 x, {weights:#010x};")
-            lines.append(f"dp4a.u32.s32 t{i}, ${1 + i * words + w}, x, {before};")
+            lines.append(f"mov.b32 x, {_bytes(modulus, 4 * w):#010x};")
+            lines.append(f"dp4a.s32.s32 t{i}, ${1 + i * words + w}, x, {before};")
             before = f"t{i}"
-        lines.append(f"mad.wide.u32 d, t{i}, {inverse}, 2147483648; mov.b64 {{x, q}}, d;")
+        lines.append(f"mul.hi.s32 q, t{i}, {-(-_WORD // modulus)};")
         lines.append(f"mad.lo.s32 t{i}, q, {-modulus}, t{i};")
     lines.append(_packed(["t0", "t1", "t2", "t3"], "$0"))
-    return "\n".join([*lines, "}"])
+    return "\n".join([*lines, f"xor.b32 $0, $0, {TURN:#x}; }}"])
 
 
 @functools.cache
 def packed_residues(moduli: tuple[int, ...], words: int) -> Any:
     """``residues(number, words...)``: of four integers (`words_of`), modulo that modulus.
 
-    The first is the lowest byte.
+    The first is the lowest byte. They are from -128 to 127.
     """
 
     def simulated(number: int, *given: int) -> int:
         found = 0
         for i in range(4):
-            own = given[i * words : (i + 1) * words]
-            whole = sum(int(w) % _WORD << 32 * j for j, w in enumerate(own))
-            whole -= 1 << (32 * words - 1)
-            found |= (symmetric(whole, moduli[number]) & 255) << 8 * i
+            whole = 0
+            for j, word in enumerate(given[i * words : (i + 1) * words]):
+                digits = (symmetric(int(word) >> 8 * b, 256) for b in range(4))
+                whole += sum(d << 8 * (4 * j + b) for b, d in enumerate(digits))
+            found |= (whole % moduli[number] ^ ABOVE) << 8 * i
         return found
 
     def body(builder: Any, number: int, *given: Any) -> Any:

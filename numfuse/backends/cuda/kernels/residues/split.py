@@ -35,6 +35,8 @@ from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
 SCALE_ROWS, SCALE_THREADS, SCALE_AHEAD = 32, 32, 4
 #: Rows and values of K of a block of `split`, of which a thread has 16 values: 16 bytes of a plane.
 ROWS, DEPTH, VALUES = 32, 128, 16
+#: Blocks of `split` on a multiprocessor: one waits for memory while others multiply.
+BLOCKS = 2
 #: The same in the simulator, where a thread costs 20 ms.
 SIMULATED_SCALE, SIMULATED_SPLIT = (2, 2), (2, 32)
 #: Columns of Y that are stored in another order (`place_of`).
@@ -135,10 +137,22 @@ def split(source: Array, exponents, out, rows, depth, plane, pitch):
         a, b = two_powers_of_two(select(n == n, n, ZERO) + ROUNDER)
         low[t], high[t] = a, b
     at = source.address + place * source.place
-    for i in unrolled(VALUES):
-        r, k = where(t + i * THREADS)
-        row, column = min(row0 + r, rows - 1), min(k0 + k, depth - 1)
-        values[i] = LOAD(at + row * source.row + column * source.column, 0)
+    if THREADS >= DEPTH and row0 + ROWS <= rows and k0 + DEPTH <= depth:
+        r, k = where(t + 0)
+        at += (row0 + r) * source.row + (k0 + k) * source.column
+        # neighbouring threads read neighbours, and each the next lines
+        if ALONG:
+            step = (THREADS // DEPTH) * source.row
+        else:
+            step = (THREADS // ROWS) * source.column
+        for i in unrolled(VALUES):
+            values[i] = LOAD(at, 0)
+            at += step
+    else:
+        for i in unrolled(VALUES):
+            r, k = where(t + i * THREADS)
+            row, column = min(row0 + r, rows - 1), min(k0 + k, depth - 1)
+            values[i] = LOAD(at + row * source.row + column * source.column, 0)
     cuda.syncthreads()
     for i in unrolled(VALUES):
         r, k = where(t + i * THREADS)
@@ -249,7 +263,9 @@ def planes_of(
         "WORDS_OF": words_of(of.words),
         "RESIDUES": packed_residues(of.moduli, of.words),
     }
-    made = kernel_of(split, SPLIT, split_bindings, threads=threads, name=f"residues {of.count}")
+    made = kernel_of(
+        split, SPLIT, split_bindings, threads=threads, blocks=BLOCKS, name=f"residues {of.count}"
+    )
     given = SPLIT(
         source=source, exponents=scale_slot, out=copy_slot, rows=rows, depth=depth, plane=plane,
         pitch=pitch,
