@@ -21,6 +21,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from cuda_ptx import block, fused
 from llvmlite import ir
 
 from numfuse.backends.cuda.compile.toolchain import types
@@ -166,6 +167,9 @@ class Builder:
     def fsub(self, a: Any, b: Any) -> Value:
         return self._made(f"{self.real(a.type)}({plain(a)} - {plain(b)})", a.type)
 
+    def sub(self, a: Any, b: Any) -> Value:
+        return self._made(f"signed({plain(a)} - {plain(b)}, {a.type.width})", a.type)
+
     def shl(self, a: Any, b: Any) -> Value:
         return self._made(f"signed(int({plain(a)}) << {plain(b)}, {a.type.width})", a.type)
 
@@ -175,6 +179,15 @@ class Builder:
 
     def and_(self, a: Any, b: Any) -> Value:
         return self._made(f"{plain(a)} & {plain(b)}", a.type)
+
+    def or_(self, a: Any, b: Any) -> Value:
+        return self._made(f"{plain(a)} | {plain(b)}", a.type)
+
+    def ashr(self, a: Any, b: Any) -> Value:
+        return self._made(f"{plain(a)} >> {plain(b)}", a.type)
+
+    def sitofp(self, a: Any, kind: Any) -> Value:
+        return self._made(f"{self.real(kind)}({plain(a)})", kind)
 
     def icmp_signed(self, what: str, a: Any, b: Any) -> Value:
         return self._made(f"{plain(a)} {what} {plain(b)}", ir.IntType(1))
@@ -229,8 +242,9 @@ class Builder:
             step = self.bound(instruction(function.asm))
             return self._made(f"{step}(m, [{', '.join(values)}])", kind)
         assert function.name == "llvm.fma"
-        wide: Any = np.float64 if isinstance(args[0].type, ir.FloatType) else np.longdouble
-        a, b, c = (f"{self.bound(wide)}({v})" for v in values)
+        if isinstance(args[0].type, ir.DoubleType):
+            return self._made(f"{self.bound(fused)}({', '.join(values)})", args[0].type)
+        a, b, c = (f"{self.bound(np.float64)}({v})" for v in values)
         return self._made(f"{self.real(args[0].type)}({a} * {b} + {c})", args[0].type)
 
 
@@ -614,6 +628,10 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     numbers = re.findall(r"\d+", text)
     if name in _PURE:
         return _PURE[name]
+    if text.startswith("{ .reg") and "@" not in text:
+        return block(text)
+    if text.startswith("griddepcontrol"):
+        return lambda m, a: None
     if text.startswith("bar.sync"):
         return lambda m, a: m.wait("barrier")
     if text.startswith("bar.warp.sync"):
