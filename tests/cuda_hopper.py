@@ -60,7 +60,7 @@ class Hopper(Machine):
             same=lambda x: x,
             quotient=lambda a, b: Int32(a // b),
             product_high=lambda a, b: Int32(a * b >> 32),
-            block_barrier=lambda: self.wait("block"),
+            block_barrier=lambda: self.wait("barrier"),
             group_barrier=lambda number, count: self.wait(("group", number, count)),
             barrier_init=lambda at, count: self.barriers.__setitem__(at, Barrier(count)),
             barrier_expect=lambda at, nbytes: self.barriers[at].turn(1, nbytes),
@@ -83,12 +83,11 @@ class Hopper(Machine):
                 at = addresses[value.slot.name] + value.slot.offset
                 self.maps[number], value = (value.make, at), number
             found.append(value)
-        super().run(Launch(launch.kernel, launch.grid, tuple(found), launch.shared_bytes), **addresses)
+        made = Launch(launch.kernel, launch.grid, tuple(found), launch.shared_bytes)
+        super().run(made, **addresses)
 
     def _name(self, name: str, value: Any) -> Any:
         if name == "MULTIPLY":
-            text = value._defn.__closure__  # the intrinsic's own text is in its key
-            del text
             lines = value.numfuse_key.split("\n")
             return lambda acc, x, y, add: self.wait(("multiply", lines), (acc, x, y, add))
         return super()._name(name, value)
@@ -108,7 +107,7 @@ class Hopper(Machine):
             groups.setdefault(key if what[0] == "multiply" else what, []).append(thread)
         for what, own in groups.items():
             kind = what[0] if isinstance(what, tuple) else what
-            count = {"multiply": 128, "block": len(threads)}.get(kind) or what[2]
+            count = {"multiply": 128, "barrier": len(threads)}.get(kind) or what[2]
             if len(own) == count:
                 if kind == "multiply":
                     self.current = own[0]
@@ -118,7 +117,10 @@ class Hopper(Machine):
         return found
 
     # --- the copy engine ----------------------------------------------------------------------
-    def tensor_load(self, to: int, number: int, inner: int, outer: int, place: int, at: int) -> None:
+    def tensor_load(
+        self, to: int, number: int, inner: int, outer: int, place: int, at: int
+    ) -> None:
+        """Bring a box to shared memory; what is outside of the array is zero."""
         made, address = self.maps[number]
         columns, rows, places = made.sizes
         size = {"int8": 1}[made.dtype]
@@ -127,7 +129,8 @@ class Hopper(Machine):
         assert width * size == 128 and to % 1024 == 0 and 0 <= place < places
         for row in range(max(0, min(height, rows - outer))):
             count = max(0, min(width, columns - inner)) * size
-            start = address + (place * made.strides[1] + (outer + row) * made.strides[0] + inner) * size
+            index = place * made.strides[1] + (outer + row) * made.strides[0] + inner
+            start = address + index * size
             assert not count or self._inside(start, count), "a box outside of its array"
             box[row, :count] = np.frombuffer(ctypes.string_at(start, count), np.uint8)
         where = swizzled(to + np.arange(box.size))

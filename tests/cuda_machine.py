@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import cuda_ptx
 import ml_dtypes
 import numpy as np
-from cuda_ptx import block, fused
 from llvmlite import ir
 
 from numfuse.backends.cuda.compile.toolchain import types
@@ -243,7 +243,7 @@ class Builder:
             return self._made(f"{step}(m, [{', '.join(values)}])", kind)
         assert function.name == "llvm.fma"
         if isinstance(args[0].type, ir.DoubleType):
-            return self._made(f"{self.bound(fused)}({', '.join(values)})", args[0].type)
+            return self._made(f"{self.bound(cuda_ptx.fused)}({', '.join(values)})", args[0].type)
         a, b, c = (f"{self.bound(np.float64)}({v})" for v in values)
         return self._made(f"{self.real(args[0].type)}({a} * {b} + {c})", args[0].type)
 
@@ -629,7 +629,7 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     if name in _PURE:
         return _PURE[name]
     if text.startswith("{ .reg") and "@" not in text:
-        return block(text)
+        return cuda_ptx.block(text)
     if text.startswith("griddepcontrol"):
         return lambda m, a: None
     if text.startswith("bar.sync"):

@@ -79,6 +79,13 @@ def _literal(word: str) -> Any:
     return int(word, 0)
 
 
+def _result(x: Any) -> Any:
+    """Return what a register holds: a word, or a float64, also where it was put together of two."""
+    if isinstance(x, int) and x > WORD:
+        return np.int64(signed(x, 64)).view(np.float64)
+    return signed(x, 32) if isinstance(x, int) else x
+
+
 @functools.cache
 def block(text: str) -> Callable[[Any, list[Any]], Any]:
     """Return what a block of PTX does with its operands: its result, or a list of several."""
@@ -113,7 +120,7 @@ def block(text: str) -> Callable[[Any, list[Any]], Any]:
             else:
                 known[to] = OPERATIONS[name](*map(value, of))
         made = [known[f"${i}"] for i in range(count)]
-        made = [signed(x, 32) if isinstance(x, int) and x <= WORD else x for x in made]
-        return made if count > 1 else made[0]
+        found = [_result(x) for x in made]
+        return found if count > 1 else found[0]
 
     return run

@@ -166,10 +166,10 @@ def multiply(
     The intrinsic takes (acc, lower words of the descriptors of X and Y, whether to add to acc):
     acc is a local array of `halves` tiles of 64 x `columns`, of which a thread holds columns / 2
     values each.
-    `kind`: "bf16", "f16", "tf32" or "s8", whose sums are int32. `turned`: 1 for an operand whose K is not the contiguous axis
-    (the transpose bits; 16-bit kinds only). `steps`: bytes from one instruction's K (32 bytes
-    of it) to the next; `half`: bytes between two tiles of 64 rows; `high`: the upper words of the
-    descriptors.
+    `kind`: "bf16", "f16", "tf32" or "s8", whose sums are int32. `turned`: 1 for an operand whose K
+    is not the contiguous axis (the transpose bits; 16-bit kinds only). `steps`: bytes from one
+    instruction's K (32 bytes of it) to the next; `half`: bytes between two tiles of 64 rows;
+    `high`: the upper words of the descriptors.
     """
     each = columns // 2
     count = each * halves

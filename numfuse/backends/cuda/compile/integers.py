@@ -170,7 +170,9 @@ def _simulated_remainders(*given: Any) -> int:
 #: ``remainders(four sums, inverse_of(p), -p)``: a number from 0 to p for each, one a byte, equal to
 #: the sum modulo p. The quotient is exact to 2^-8, so that it is right or, of a multiple of p, one
 #: less: then the byte is p, which 256 never is (9.7.1.3, mul.hi; 9.7.1.4, mad).
-packed_remainders = _either(_simulated_remainders, instruction(_remainders(), "r", "rrrrrr", "pure"))
+packed_remainders = _either(
+    _simulated_remainders, instruction(_remainders(), "r", "rrrrrr", "pure")
+)
 
 
 def _byte_text(i: int) -> str:

@@ -22,11 +22,10 @@ from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
 from numfuse.backends.cuda.compile.integers import byte_above, load_bytes
 from numfuse.backends.cuda.compile.scalars import fused, select, two_powers_of_two
 from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
-from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels.epilogue import finishing, in_bytes
 from numfuse.backends.cuda.kernels.planes import (
-    Finish,
     block_at,
     finish_of,
     finish_values,
@@ -99,7 +98,7 @@ def reconstruct(
 
 
 def fractions(high, low, at, parts, step, plane):
-    """high + low = C / P of VALUES neighbours, from -1/2 to 1/2; `high` is exact, `low` is small."""
+    """high + low = C / P of VALUES neighbours, from -1/2 to 1/2; `high` is exact, `low` small."""
     for v in unrolled(VALUES):
         high[v] = ZERO
         low[v] = ZERO
@@ -196,5 +195,3 @@ def finished(
         **finishing(p, p.out, Slot("out"), in_bytes),
     )
     return Launch(made, how.grid, arguments, overlaps=overlaps)
-
-

@@ -40,7 +40,7 @@ def launch(
     sizes: tuple[int, int, int], planes: int, moduli: tuple[int, ...],
     bytes_: tuple[int, int, int, int],
 ) -> Launch:  # fmt: skip
-    """Return the launch for so many planes; `bytes_`: of a plane of X and of Y, and both pitches."""
+    """Return the launch for so many planes; `bytes_`: planes of X and Y, and both pitches."""
     m, n, k = sizes
     x_plane, y_plane, pitch, out_pitch = bytes_
     bindings = {"THREADS": THREADS, "LIST": moduli, "COUNT": len(moduli), "TURNED": True}

@@ -245,10 +245,8 @@ def planes_of(
         source=source, exponents=scale_slot, rows=rows, depth=depth, spread=of.spread(depth)
     )
     how: dict[str, Any] = {"overlaps": info.capability >= (9, 0)}
-    first = Launch(
-        made, (-(-rows // scale_rows), places, 1), given, makes=(scale_slot.name, 8 * places * rows),
-        **how,
-    )  # fmt: skip
+    grid, nbytes = (-(-rows // scale_rows), places, 1), 8 * places * rows
+    first = Launch(made, grid, given, makes=(scale_slot.name, nbytes), **how)
     threads = split_rows * split_depth // VALUES
     split_bindings = bindings | {
         "ROWS": split_rows,

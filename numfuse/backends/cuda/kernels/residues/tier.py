@@ -14,7 +14,15 @@ from numfuse.backends.cuda.kernels.hopper.tier import available
 from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile, hopper_tile
 from numfuse.backends.cuda.kernels.residues import finish, gemm, split
 from numfuse.backends.cuda.kernels.residues.moduli import Residues, count_of, residues
-from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Launch, Plan, Product, Slot, Tier
+from numfuse.backends.cuda.plan.product import (
+    Derived,
+    DeviceInfo,
+    Launch,
+    Plan,
+    Product,
+    Slot,
+    Tier,
+)
 
 #: Values of K in a slice, and slices of which a sum of products of residues stays below 2^31: their
 #: products are 2^14 at most.
