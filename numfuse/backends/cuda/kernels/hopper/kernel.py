@@ -24,6 +24,9 @@ from numfuse.runtime.replay import kept
 #: Names of operands in wgmma, and values of K in 128 bytes of one where these are not 64.
 KINDS = {"bfloat16": "bf16", "float16": "f16", "tf32": "tf32", "int8": "s8"}
 DEPTHS = {"tf32": 32, "int8": 128}
+#: Parts of bfloat16 of a float32, and the products of these that are summed: all of the same or a
+#: larger size than those that are left out.
+PARTS, PRODUCTS = {"bf16x6": 3, "bf16x3": 2}, {"bf16x6": 6, "bf16x3": 3}
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
 #: Bytes behind the stages: mbarriers.
@@ -40,7 +43,7 @@ SUM = Formula(dumps((leaf("z"),)), "float32", (*ARGUMENTS, "extra"))
 class Gemm:
     """A kernel of the product."""
 
-    #: "bfloat16", "float16", "tf32", "bf16x6" or "int8".
+    #: "bfloat16", "float16", "tf32", "bf16x6", "bf16x3" or "int8".
     operands: str
     #: Whether an operand's contiguous axis is not K.
     x_turned: bool
@@ -210,8 +213,8 @@ class Gemm:
             "ZERO": np.float32(0),
             "SUM": types.int32 if self.moduli else types.float32,
             "COUNT": len(self.moduli),
-            "INVERSES": tuple(map(inverse_of, self.moduli)),
-            "NEGATIVES": tuple(-p for p in self.moduli),
+            "INVERSES": tuple(map(inverse_of, self.moduli)) or (0,),
+            "NEGATIVES": tuple(-p for p in self.moduli) or (0,),
             "CLEAR": clear(self.values),
             "ADD": add(self.values),
             "LOAD_EXTRA": inlined(epilogue.load_two, PAIRS=self.extra_pairs),
@@ -263,7 +266,7 @@ MOST_STAGES = 12
 
 def planes_of(kind: str) -> int:
     """Parts of an operand of the kind `Gemm.operands`."""
-    return 3 if kind == "bf16x6" else 1
+    return PARTS.get(kind, 1)
 
 
 def _descriptor(turned: bool, box: int) -> int:

@@ -1,7 +1,7 @@
 """Hopper: products of float16 and bfloat16 by the copy engine (TMA) and wgmma.
 
-And of float32 where the caller allowed it: as six products of bfloat16 parts ("bf16x6"), or
-rounded to tf32.  `kernel.Gemm` describes a kernel.
+And of float32 where the caller allowed it: as six or three products of bfloat16 parts ("bf16x6",
+"bf16x3"), or rounded to tf32.  `kernel.Gemm` describes a kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.epilogue import finishing, in_elements
 from numfuse.backends.cuda.kernels.hopper.factors import HALF, Factor, factor_of, fitted
-from numfuse.backends.cuda.kernels.hopper.kernel import ARGUMENTS, SHARED_BYTES, Gemm
+from numfuse.backends.cuda.kernels.hopper.kernel import ARGUMENTS, PRODUCTS, SHARED_BYTES, Gemm
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
@@ -62,7 +62,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if kind is None or not available(device):
         return None
     m, n, k, places = product.m, product.n, product.k, product.places
-    split = kind == "bf16x6"
+    split = PRODUCTS.get(kind, 0)
     if product.y1 is not None and kind not in HALF:
         return None
     slices = -(-k // (32 if kind == "tf32" else 64)) * (1 + (product.x1 is not None))
@@ -98,7 +98,7 @@ def _kind(product: Product) -> str | None:
     dtype = dtypes.pop()
     if dtype in HALF:
         return dtype
-    if dtype == "float32" and product.precision in ("bf16x6", "tf32"):
+    if dtype == "float32" and product.precision in ("tf32", *PRODUCTS):
         return product.precision
     return None
 
