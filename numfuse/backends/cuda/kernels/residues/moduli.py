@@ -16,8 +16,8 @@ from fractions import Fraction
 #: that has no factor with one before in common.
 MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227,
           223, 217, 211, 199, 197, 193, 191, 181, 179, 173)  # fmt: skip
-#: Of a call that names no number. For normal entries the errors are then a tenth of those of a
-#: chain of fused multiply-adds in float64, with 14 moduli they are as large (docs/numerics.md).
+#: Of a call that names no number. For normal entries the errors are then a twentieth of those of a
+#: chain of fused multiply-adds in float64, with 14 moduli two thirds (docs/numerics.md).
 DEFAULT = 15
 #: With 8 the errors are those of float32; beyond 20 the sums of `finish` would not be exact.
 FEWEST, MOST = 8, len(MODULI)
