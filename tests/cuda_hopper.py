@@ -54,6 +54,8 @@ class Hopper(Machine):
             **dict.fromkeys(silent.split(), nothing),
             thread_index=lambda: Int32(self.current.number),
             block_index=index(0),
+            block_index_y=index(1),
+            block_index_z=index(2),
             block_count=lambda: Int32(self.grid[0]),
             dynamic_shared=lambda: Int32(0),
             fresh=lambda x: x,
@@ -103,15 +105,25 @@ class Hopper(Machine):
                 if (self.barriers[what[1]].phase - 1) % 2 == what[2]:
                     found.append(thread)
                 continue
-            key = "multiply", thread.number // 128
-            groups.setdefault(key if what[0] == "multiply" else what, []).append(thread)
+            key: Any = what
+            if what[0] == "multiply":
+                key = "multiply", thread.number // 128
+            elif isinstance(what, str) and what != "barrier":
+                key = "warp", thread.number // 32, what
+            groups.setdefault(key, []).append(thread)
         for what, own in groups.items():
             kind = what[0] if isinstance(what, tuple) else what
-            count = {"multiply": 128, "barrier": len(threads)}.get(kind) or what[2]
+            counts = {"multiply": 128, "warp": 32, "barrier": len(threads)}
+            count = counts.get(kind) or what[2]
             if len(own) == count:
                 if kind == "multiply":
                     self.current = own[0]
                     self.multiply(own[0].waits[0][1], [t.waits[1] for t in own])
+                if kind == "warp":
+                    self.current = own[0]
+                    results = self._together(what[2], [t.waits[1] for t in own])
+                    for thread, result in zip(own, results, strict=True):
+                        thread.result = result
                 found += own
         assert found or all(t.done for t in threads), "threads wait for ever"
         return found

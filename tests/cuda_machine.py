@@ -458,6 +458,8 @@ class Machine:
             return _mma_double(what, values)
         if "tf32" in what:
             return _mma_tf32(values)
+        if ".s8" in what:
+            return _mma_integer(values)
         return _mma_half(ml_dtypes.bfloat16 if "bf16" in what else np.float16, values)
 
     def _matrices(self, addresses: list[int], turned: bool) -> list[Any]:
@@ -740,6 +742,21 @@ def _mma_half(dtype: Any, values: list[Any]) -> list[Any]:
         for r in range(4):
             d[g + 8 * (r // 2), 2 * s + r % 2] = registers[6 + r]
     return _fragments(a @ b + d, np.float32)
+
+
+def _mma_integer(values: list[Any]) -> list[Any]:
+    """m16n8k32 of s8: fragments are those of m16n8k16 of 16 bits, with two values in each."""
+    a, b, d = (np.zeros(shape, np.int64) for shape in ((16, 32), (32, 8), (16, 8)))
+    for lane, registers in enumerate(values):
+        g, s = lane >> 2, lane & 3
+        fours = np.array([registers[:6]], np.int64).astype(np.int32).view(np.int8).reshape(6, 4)
+        for r in range(4):
+            a[g + 8 * (r % 2), 4 * s + 16 * (r // 2) :][:4] = fours[r]
+        for r in range(2):
+            b[4 * s + 16 * r :, g][:4] = fours[4 + r]
+        for r in range(4):
+            d[g + 8 * (r // 2), 2 * s + r % 2] = registers[6 + r]
+    return _fragments(a @ b + d, int)
 
 
 def _fragments(d: Any, kind: Any) -> list[Any]:

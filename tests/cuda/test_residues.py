@@ -20,7 +20,7 @@ from numfuse.backends.cuda.kernels.residues import moduli
 from numfuse.backends.cuda.kernels.residues.moduli import MODULI, Residues, residues
 
 try:
-    from cuda_devices import ADA, HOPPER
+    from cuda_devices import ADA, AMPERE, HOPPER, TURING
     from cuda_hopper import Hopper
     from cuda_machine import Machine
     from test_cuda_blocks import Array
@@ -148,18 +148,30 @@ def planned(m, n, k, count, parts, monkeypatch, tile, *, info=SMALL):
 def test_sums_of_wgmma_are_exact_and_where_they_belong(tile, monkeypatch):
     m, n, k, parts = (70, 100, 300, 2) if tile.block_m == 64 else (130, 140, 200, 1)
     plan = planned(m, n, k, 3, parts, monkeypatch, tile)
+    checked(plan.launches[-2], m, n, k, parts)
+
+
+def checked(launch, m, n, k, parts):
+    """Run a launch on residues of three moduli, and look at its sums."""
     pitch, width = -(-k // 16) * 16, -(-n // 64) * 64
     rng = np.random.default_rng(1)
     x, y = (rng.integers(-128, 128, (3, r, pitch)).astype(np.int8) for r in (m, width))
     out = np.full((parts, 3, m, width), 77, np.uint8)
     slots = {"x copy": x, "y copy": y, "work": out}
     machine = Hopper(list(slots.values()))
-    machine.run(plan.launches[-2], **{name: a.ctypes.data for name, a in slots.items()})
+    machine.run(launch, **{name: a.ctypes.data for name, a in slots.items()})
     column = np.arange(n)
     place = (column & ~63) + 8 * (column >> 1 & 7) + 2 * (column >> 4 & 3) + (column & 1)
     for q, p in enumerate(MODULI[:3]):
         wanted = x[q, :, :k].astype(int) @ y[q, place, :k].astype(int).T
         assert ((out[:, q, :, :n].astype(int).sum(0) - wanted) % p == 0).all()
+
+
+@pytest.mark.long
+def test_sums_of_mma_sync_are_exact_and_where_they_belong(monkeypatch):
+    m, n, k, parts = 140, 70, 200, 2
+    plan = planned(m, n, k, 3, parts, monkeypatch, TILES[0], info=ADA)
+    checked(plan.launches[-2], m, n, k, parts)
 
 
 @pytest.mark.long
@@ -199,7 +211,10 @@ def test_integers_run_where_they_are_faster_and_were_asked_for():
         assert chosen(*sizes, precision="int8") == chosen(*sizes) != "int8"
     # more moduli take longer than float64 itself
     assert chosen(4096, 4096, 4096, precision="int8:20") == "tensor cores"
-    assert chosen(4096, 4096, 4096, ADA, precision="int8") == "tensor cores"
+    # where float64 is slow, for small ones too; and nowhere that no rates are known of
+    assert chosen(1024, 1024, 1024, ADA, precision="int8") == "int8"
+    assert chosen(4096, 4096, 4096, AMPERE, precision="int8") == "int8"
+    assert chosen(4096, 4096, 4096, TURING, precision="int8") == "mirror"
 
 
 @pytest.mark.parametrize("name", moduli.precisions())

@@ -125,6 +125,17 @@ def mma_double_small(builder: Any, a: Any, b: Any, c: list[Any]) -> list[Any]:
     return _mma(builder, text, "dd", "d", "d", [a, b, *c])
 
 
+def _multiply_add(builder: Any, acc: Any, first: int, *factors: Any) -> None:
+    """mma.m16n8k32 of s8, sums in s32 (9.7.14.5.10; 9.7.14.5.14): compute capability 8.0."""
+    text = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
+    sums = read_registers(builder, acc, first, 4)
+    made = _mma(builder, text, "rrrr", "rrrr", "rr", [*factors, *sums])
+    write_registers(builder, acc, first, made)
+
+
+#: ``multiply_add(acc, first, a, a, a, a, b, b)``: four int32 of a local array, from `first` on
+multiply_add_s8 = intrinsic_of("multiply_add_s8", "", "anrrrrrr", _multiply_add)
+
 # --- matrices of a warp group, from shared memory -------------------------------------------------
 #: 9.7.15.7.3, wgmma.wait_group: at most one group is in flight
 multiply_wait1 = instruction("wgmma.wait_group.sync.aligned 1;", kind="convergent")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda.compile.engines import multiply, multiply_wait
-from numfuse.backends.cuda.compile.integers import inverse_of
 from numfuse.backends.cuda.compile.intrinsics import HALVES
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, types
@@ -17,6 +16,7 @@ from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.elementwise import Formula
 from numfuse.backends.cuda.kernels.hopper import epilogue, gemm
 from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile
+from numfuse.backends.cuda.kernels.residues.store import store_bindings
 from numfuse.expr import Expr, dumps
 from numfuse.language.curves import leaf
 from numfuse.runtime.replay import kept
@@ -212,9 +212,6 @@ class Gemm:
             "EPILOGUE": self.formula,
             "ZERO": np.float32(0),
             "SUM": types.int32 if self.moduli else types.float32,
-            "COUNT": len(self.moduli),
-            "INVERSES": tuple(map(inverse_of, self.moduli)) or (0,),
-            "NEGATIVES": tuple(-p for p in self.moduli) or (0,),
             "CLEAR": clear(self.values),
             "ADD": add(self.values),
             "LOAD_EXTRA": inlined(epilogue.load_two, PAIRS=self.extra_pairs),
@@ -222,6 +219,7 @@ class Gemm:
             "STORE_PRE": inlined(epilogue.store_two, PAIRS=self.pre == "pairs"),
             "STORE_OUT": inlined(epilogue.store_two, PAIRS=self.out_pairs),
         }
+        b |= store_bindings(self.moduli, 64, t.block_n)
         half = "bfloat16" if self.planes > 1 else self.operands
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]

@@ -7,6 +7,7 @@ which a product is computed exactly, modulo as many small coprime numbers as it 
 - `moduli`: the moduli, and how many of them give which error
 - `tier`: which products run here, and the launches of one
 - `split`: scales of rows, and residues of a factor as rows along K, whatever its layout is
-- `gemm`: the plain loop over residues, for the simulator; `hopper.residues` ends it on wgmma
+- `gemm`: the plain loop over residues, for the simulator; `warps`: by mma.sync, before Hopper,
+  which has a kernel of its own (`hopper`); `store`: how the sums of both leave a thread
 - `finish`: the integer of the residues (Chinese remainder theorem), its scale, and the epilogue
 """

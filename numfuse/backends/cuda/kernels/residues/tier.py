@@ -12,7 +12,7 @@ from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tier import available
 from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile, hopper_tile
-from numfuse.backends.cuda.kernels.residues import finish, gemm, split
+from numfuse.backends.cuda.kernels.residues import finish, gemm, split, warps
 from numfuse.backends.cuda.kernels.residues.moduli import Residues, count_of, residues
 from numfuse.backends.cuda.plan.product import (
     Derived,
@@ -30,10 +30,20 @@ SLICE = 128
 SLICES = (1 << 31) // (1 << 14) // SLICE - 1
 #: Parts of K, at most: the low words of `finish` then stay below 2^-20.
 PARTS = 1 << 10
-#: Operations and bytes a second of an H100 or H200: float64 on tensor cores and integers as they
-#: are reached, and memory; seconds of a launch; the share of float64's time that is left, at most.
-#: (A formula of a machine: no GPU has timed this yet.)
-NATIVE, INTEGERS, MEMORY, LAUNCH, GAIN = 58e12, 1300e12, 3.3e12, 2.5e-6, 0.97
+#: Of a multiprocessor, as they are reached, by compute capability: operations a second of float64
+#: (on tensor cores, where it has those for it) and of integers, and bytes; in 10^9. (Of an H200,
+#: A100, RTX 3090, 4090 and 5090: formulas of machines, no GPU has timed this yet.)
+RATES = {
+    (9, 0): (440, 9850, 25),
+    (8, 0): (157, 3700, 13),
+    (8, 6): (6.7, 2200, 10),
+    (8, 9): (8.6, 3100, 7),
+    (12, 0): (8.8, 2600, 9.4),
+}
+#: Seconds of a launch; the share of float64's time that is left, at most.
+LAUNCH, GAIN = 2.5e-6, 0.97
+#: Operations in float64 on an element of a factor, and for each modulus on one of the result.
+SPLIT_FLOPS, FINISH_FLOPS = 8, 6
 #: The least tile: a thread has whole accesses of 64 columns.
 LEAST = HopperTile(64, 64, 1, False)
 
@@ -45,16 +55,20 @@ class Seconds(NamedTuple):
     residues: float
 
 
-def seconds(m: int, n: int, k: int, places: int, count: int) -> Seconds:
-    """Return what a product of so many moduli takes, and what it takes in float64."""
+def seconds(m: int, n: int, k: int, places: int, count: int, device: DeviceInfo) -> Seconds:
+    """Return the time of a product of so many moduli, and that in float64."""
+    native, integers, memory = (
+        rate * 1e9 * device.multiprocessors for rate in RATES[device.capability]
+    )
     work = 2 * m * n * k * places
     # blocks are whole, and so are rows of residues
     rows, columns, depth = (tiling.round_up(x, 128) for x in (m, n, k))
-    integers = 2 * rows * columns * depth * places * count
-    read = (m + n) * k * places * (16 + count)
-    finished = m * n * places * (2 * count + 8)
-    by_residues = integers / INTEGERS + (read + finished) / MEMORY + 6 * LAUNCH
-    return Seconds(work / NATIVE, by_residues)
+    products = 2 * rows * columns * depth * places * count / integers
+    read, made = (m + n) * k * places, m * n * places
+    nbytes = read * (16 + count) + made * (2 * count + 8)
+    flops = read * SPLIT_FLOPS + made * FINISH_FLOPS * count
+    passes = max(nbytes / memory, flops / native)
+    return Seconds(work / native, products + passes + 6 * LAUNCH)
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
@@ -70,8 +84,10 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     simulated = not device.capability[0]
     if not simulated:
-        took = seconds(p.m, p.n, p.k, p.places, count)
-        if not available(device) or took.residues >= GAIN * took.native:
+        if device.capability not in RATES:
+            return None
+        took = seconds(p.m, p.n, p.k, p.places, count, device)
+        if took.residues >= GAIN * took.native:
             return None
     slices = -(-p.k // SLICE)
     parts = 1 if simulated else -(-slices // SLICES)
@@ -92,18 +108,18 @@ def plan_with(product: Product, of: Residues, device: DeviceInfo, parts: int) ->
         made, pitch = split.planes_of(name, operand, rows, p.k, p.places, of, device)
         launches += made
     out_pitch = tiling.round_up(p.n, split.COLUMNS)
-    if device.capability[0]:
+    sizes, planes = (p.m, p.n, p.k), p.places * of.count
+    bytes_ = p.m * pitch, split.plane_rows("y", p.n) * pitch, pitch, out_pitch
+    if available(device):
         found = _by_wgmma(p, of, device, (pitch, out_pitch), parts)
         if found is None:
             return None
         middle, tile, parts = found
+    elif device.capability[0]:
+        middle, parts = warps.launch(sizes, planes, of.moduli, bytes_, parts)
+        tile = f"{warps.BLOCK}x{warps.BLOCK}x{warps.DEPTH}"
     else:
-        sizes, planes = (p.m, p.n, p.k), p.places * of.count
-        y_rows = split.plane_rows("y", p.n)
-        middle = gemm.launch(
-            sizes, planes, of.moduli, (p.m * pitch, y_rows * pitch, pitch, out_pitch)
-        )
-        tile = "plain"
+        middle, tile = gemm.launch(sizes, planes, of.moduli, bytes_), "plain"
     last = finish.finished(p, device, of, parts, out_pitch, overlaps)
     workspace = parts * p.places * of.count * p.m * out_pitch
     shown = f"{of.count} moduli, {tile}" + (f", K in {parts} parts" if parts > 1 else "")
