@@ -287,11 +287,11 @@ def slopes(dtype, pre):
     return passes.slopes(HOPPER, made, acc, kept, grad, grad, 512, 1024, 1, True)[0]
 
 
-def integers(count, tile, **how):
-    """The plan of a product of float64 by residues, in blocks of a tile."""
+def integers(count, tile, info=HOPPER, **how):
+    """The plan of a product of float64 by residues, on Hopper in blocks of a tile."""
     made = product(1024, 1024, 1024, "float64", precision=f"int8:{count}", **how)
     with mock.patch.object(residue_tier, "hopper_tile", lambda *_, **__: (tile, 1)):
-        return residue_tier.plan_with(made, Residues(count), HOPPER, 1)
+        return residue_tier.plan_with(made, Residues(count), info, 1)
 
 
 def taken(name, tier, made, info, instructions=(), **limits):
@@ -455,6 +455,11 @@ CASES = [
         Case(f"residues, {count} moduli", integers(count, HOPPER_TILES[1][0]).launches[:-2], HOPPER,
              registers=128)
         for count in (15, 20)
+    ],
+    *[
+        Case(f"int8 by mma.sync, {info.name}", integers(count, None, info).launches[-2:], info,
+             ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", "ldmatrix", "cp.async.cg"), 128)
+        for count, info in ((15, AMPERE), (18, ADA))
     ],
     taken("wgmma tf32", WGMMA, product(2048, 2048, 2048, "float32", precision="tf32"), HOPPER,
           ("cvt.rna.tf32.f32",)),

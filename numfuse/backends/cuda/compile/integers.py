@@ -23,6 +23,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     emit,
     instruction,
     intrinsic_of,
+    read_registers,
 )
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 
@@ -120,13 +121,15 @@ def residue_text(modulus: int, words: int) -> str:
 
 @functools.cache
 def packed_residues(moduli: tuple[int, ...], words: int) -> Any:
-    """``residues(number, words...)``: of four integers (`words_of`), modulo that modulus.
+    """``residues(number, registers, group)``: of four integers, modulo that modulus.
 
-    The first is the lowest byte. They are from -128 to 127.
+    These are a group of a local array that holds the words of many (`words_of`), one after the
+    other. The first is the lowest byte. They are from -128 to 127.
     """
+    length = 4 * words
 
-    def simulated(number: int, *given: int) -> int:
-        found = 0
+    def simulated(number: int, registers: Any, group: int) -> int:
+        found, given = 0, registers[length * group :]
         for i in range(4):
             whole = 0
             for j, word in enumerate(given[i * words : (i + 1) * words]):
@@ -135,12 +138,11 @@ def packed_residues(moduli: tuple[int, ...], words: int) -> Any:
             found |= (whole % moduli[number] ^ ABOVE) << 8 * i
         return found
 
-    def body(builder: Any, number: int, *given: Any) -> Any:
-        text = residue_text(moduli[number], words)
-        return emit(builder, text, "r", "r" * (4 * words), given)
+    def body(builder: Any, number: int, registers: Any, group: int) -> Any:
+        given = read_registers(builder, registers, length * group, length)
+        return emit(builder, residue_text(moduli[number], words), "r", "r" * length, given)
 
-    operands = "n" + "r" * (4 * words)
-    made = intrinsic_of("packed_residues", f"{moduli} {words}", operands, body, "r")
+    made = intrinsic_of("packed_residues", f"{moduli} {words}", "nan", body, "r")
     return _either(simulated, made)
 
 

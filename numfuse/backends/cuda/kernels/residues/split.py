@@ -169,8 +169,11 @@ def split(source: Array, exponents, out, rows, depth, plane, pitch):
     if row < rows and k < pitch:
         to = out + place * (MODULI * plane) + place_of(row) * pitch + k
         for m in unrolled(MODULI):
-            w0, w1, w2, w3 = four(m, word, 0), four(m, word, 1), four(m, word, 2), four(m, word, 3)
-            store_residues(to + m * plane, w0, w1, w2, w3)
+            store_residues(
+                to + m * plane,
+                RESIDUES(m, word, 0), RESIDUES(m, word, 1), RESIDUES(m, word, 2),
+                RESIDUES(m, word, 3),
+            )  # fmt: skip
 
 
 def where(number):
@@ -272,21 +275,3 @@ def planes_of(
     nbytes = places * of.count * plane
     second = Launch(made, grid, given, makes=(copy_slot.name, nbytes), **how)
     return (first, second), pitch
-
-
-def four(number, word, group):
-    """The residues of four of a thread's values modulo one modulus, as a word."""
-    if WORDS == 2:
-        return RESIDUES(
-            number,
-            word[8 * group], word[8 * group + 1], word[8 * group + 2], word[8 * group + 3],
-            word[8 * group + 4], word[8 * group + 5], word[8 * group + 6], word[8 * group + 7],
-        )  # fmt: skip
-    else:
-        return RESIDUES(
-            number,
-            word[12 * group], word[12 * group + 1], word[12 * group + 2], word[12 * group + 3],
-            word[12 * group + 4], word[12 * group + 5], word[12 * group + 6], word[12 * group + 7],
-            word[12 * group + 8], word[12 * group + 9], word[12 * group + 10],
-            word[12 * group + 11],
-        )  # fmt: skip
