@@ -49,7 +49,7 @@ LEAST = HopperTile(64, 64, 1, False)
 
 
 class Seconds(NamedTuple):
-    """What a product takes in float64 and by residues, as the constants above have it."""
+    """The time of a product in float64 and by residues, as the constants above have it."""
 
     native: float
     residues: float
