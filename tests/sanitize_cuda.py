@@ -67,8 +67,8 @@ NETWORKS = (
 def as_large_products() -> Iterator[None]:
     """Run small products as large ones.
 
-    Float32 goes to tensor cores, float64 to integers, and factors whose rows are not aligned, or lie the other way, are
-    copied before.
+    Float32 goes to tensor cores, float64 to integers, and factors whose rows are not aligned, or
+    lie the other way, are copied before.
     """
     with (
         mock.patch.object(hopper, "hopper_splits", lambda *_: True),
