@@ -161,10 +161,11 @@ class Finish:
     grid: tuple[int, int, int]
 
 
-def finish_of(product: Product, info: DeviceInfo, aligned: bool) -> Finish:
+def finish_of(product: Product, info: DeviceInfo, aligned: bool, turns: int = 1) -> Finish:
     """Return how a kernel finishes a product (`finish_values`, `sum_columns`).
 
-    `aligned`: what it reads of a sum may be read for 16 bytes of values at once.
+    `aligned`: what it reads of a sum may be read for 16 bytes of values at once. `turns`: accesses
+    that a thread has of a block.
     """
     p, acc = product, product.accumulator
     size = intrinsics.itemsize(acc)
@@ -175,7 +176,9 @@ def finish_of(product: Product, info: DeviceInfo, aligned: bool) -> Finish:
     if not wide or p.n % values or not all(o is None or o.in_wholes(p.n, values) for o in others):
         values = 1
     threads = threads_of(info)
-    lanes = threads // tiling.RUN if info.capability[0] else tiling.SIMULATED_TILE.block_n
+    lanes = tiling.SIMULATED_TILE.block_n
+    if info.capability[0]:
+        lanes = turns * threads // tiling.RUN
     bindings = parts_of(p) | {
         "THREADS": threads,
         "ROWS": tiling.RUN,
