@@ -16,6 +16,7 @@ from conftest import SIMULATED, unavailable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels.residues import moduli
 from numfuse.backends.cuda.kernels.residues.moduli import MODULI, Residues, residues
 
@@ -29,7 +30,7 @@ try:
     from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile
     from numfuse.backends.cuda.kernels.residues import split, tier
     from numfuse.backends.cuda.plan import tiers
-    from numfuse.backends.cuda.plan.product import Operand, Product
+    from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -119,7 +120,8 @@ def test_a_factor_becomes_its_residues(name, layout, count):
     values[0, 5] = 0
     shown = values if name == "x" else np.ascontiguousarray(values.swapaxes(1, 2))
     x = Array(shown, "float64", layout)
-    launches, pitch = split.planes_of(name, x.operand, rows, depth, 1, of, HOPPER)
+    slot, pitch = Slot(f"{name} copy"), tiling.pitch(depth, 1)
+    launches = split.planes_of(name, x.operand, rows, depth, 1, of, HOPPER, slot)
     scales = np.full(rows, np.nan)
     out = np.full((count, split.plane_rows(name, rows), pitch), 99, np.int8)
     machine = Machine([x.memory, scales, out])
@@ -175,7 +177,9 @@ def test_sums_of_mma_sync_are_exact_and_where_they_belong(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_whole_product_runs(monkeypatch):
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_a_whole_product_runs(kept, monkeypatch):
+    monkeypatch.setattr(tier, "KEPT", kept)
     m, n, k, count, parts = 20, 40, 200, 8, 2
     plan = planned(m, n, k, count, parts, monkeypatch, TILES[0])
     rng = np.random.default_rng(1)

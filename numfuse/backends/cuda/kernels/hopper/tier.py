@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.epilogue import finishing, in_elements
@@ -70,7 +70,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
         return None  # exact float32 is faster
     rows = _stored_by_rows(product, kind)
-    how = {"split": split, "heavy": product.is_curved, "rows": rows}
+    how: dict[str, Any] = {"split": split, "heavy": product.is_curved, "rows": rows}
     sizes = m, n, slices, places, device.multiprocessors
     if not (product.free or product.whole or product.is_rich):
         nbytes = (m * k * x_places + k * n * y_places + m * n * places) * product.x.itemsize
@@ -112,7 +112,7 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     cut = not (p.whole or p.has_two_sums)
     sums = 1 + p.has_two_sums
     rows = _stored_by_rows(p, kind)
-    how = kind == "bf16x6", p.is_curved, rows, cut, sums
+    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, sums
     for cost, tile, parts in hopper_ways(p.m, p.n, slices, p.places, device.multiprocessors, *how):
         name = f"{tile}, K in {parts} parts" if parts > 1 else str(tile)
         yield Way(name, cost, partial(plan_with, p, kind, device, tile, parts))

@@ -38,7 +38,7 @@ THREADS = 2
 
 def launch(
     sizes: tuple[int, int, int], planes: int, moduli: tuple[int, ...],
-    bytes_: tuple[int, int, int, int],
+    bytes_: tuple[int, int, int, int], factors: tuple[Slot, Slot],
 ) -> Launch:  # fmt: skip
     """Return the launch for so many planes; `bytes_`: planes of X and Y, and both pitches."""
     m, n, k = sizes
@@ -46,7 +46,7 @@ def launch(
     bindings = {"THREADS": THREADS, "LIST": moduli, "COUNT": len(moduli), "TURNED": True}
     made = kernel_of(product, ARGUMENTS, bindings, threads=THREADS, name="product of residues")
     arguments = ARGUMENTS(
-        x=Slot("x copy"), y=Slot("y copy"), out=Slot("work"), m=m, n=n, k=k, x_plane=x_plane,
+        x=factors[0], y=factors[1], out=Slot("work"), m=m, n=n, k=k, x_plane=x_plane,
         y_plane=y_plane, pitch=pitch, out_pitch=out_pitch,
     )  # fmt: skip
     return Launch(made, (planes, 1, 1), arguments)

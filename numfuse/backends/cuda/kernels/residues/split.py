@@ -215,17 +215,24 @@ def plane_rows(name: str, rows: int) -> int:
 
 
 def planes_of(
-    name: str, operand: Operand, rows: int, depth: int, places: int, of: Residues, info: DeviceInfo
-) -> tuple[tuple[Launch, ...], int]:
-    """Return the launches that make residues of X ("x") or Y ("y"), and the pitch of their rows.
+    name: str,
+    operand: Operand,
+    rows: int,
+    depth: int,
+    places: int,
+    of: Residues,
+    info: DeviceInfo,
+    to: Slot,
+) -> tuple[Launch, ...]:
+    """Return the launches that make residues of X ("x") or Y ("y").
 
-    They fill the slots "x scales", a float64 for each row, and "x copy".
+    They fill the slots "x scales", a float64 for each row, and `to`; "x copy" is kept for other
+    products of the factor.
     """
     own, inner = (1, 2) if name == "x" else (2, 1)
     place, row, column = (operand.steps[i] for i in (0, own, inner))
     source = Array(Slot(name), place, row, column)
-    scale_slot, copy_slot = Slot(f"{name} scales"), Slot(f"{name} copy")
-    pitch = tiling.pitch(depth, 1)
+    scale_slot, pitch = Slot(f"{name} scales"), tiling.pitch(depth, 1)
     plane = plane_rows(name, rows) * pitch
     simulated = not info.capability[0]
     scale_rows, scale_threads = SIMULATED_SCALE if simulated else (SCALE_ROWS, SCALE_THREADS)
@@ -268,10 +275,9 @@ def planes_of(
         split, SPLIT, split_bindings, threads=threads, blocks=BLOCKS, name=f"residues {of.count}"
     )
     given = SPLIT(
-        source=source, exponents=scale_slot, out=copy_slot, rows=rows, depth=depth, plane=plane,
+        source=source, exponents=scale_slot, out=to, rows=rows, depth=depth, plane=plane,
         pitch=pitch,
     )  # fmt: skip
     grid = -(-pitch // split_depth), -(-rows // split_rows), places
-    nbytes = places * of.count * plane
-    second = Launch(made, grid, given, makes=(copy_slot.name, nbytes), **how)
-    return (first, second), pitch
+    makes = None if to.name == "work" else (to.name, places * of.count * plane)
+    return first, Launch(made, grid, given, makes=makes, **how)

@@ -28,6 +28,9 @@ from numfuse.backends.cuda.plan.product import (
 #: products are 2^14 at most.
 SLICE = 128
 SLICES = (1 << 31) // (1 << 14) // SLICE - 1
+#: Bytes of a factor's residues that are kept for its next product in a call; larger ones give their
+#: room to the next product's: a backward of 8192 cubed wants 3 GiB, and not 7.
+KEPT = 512 << 20
 #: Parts of K, at most: the low words of `finish` then stay below 2^-20.
 PARTS = 1 << 10
 #: Of a multiprocessor, as they are reached, by compute capability: operations a second of float64
@@ -103,31 +106,42 @@ RESIDUES = Tier("int8", take)
 def plan_with(product: Product, of: Residues, device: DeviceInfo, parts: int) -> Plan | None:
     """Return the launches of a product, its K in so many parts."""
     p, overlaps = product, device.capability >= (9, 0)
-    launches: list[Launch] = []
-    for name, operand, rows in ("x", p.x, p.m), ("y", p.y, p.n):
-        made, pitch = split.planes_of(name, operand, rows, p.k, p.places, of, device)
-        launches += made
-    out_pitch = tiling.round_up(p.n, split.COLUMNS)
     sizes, planes = (p.m, p.n, p.k), p.places * of.count
+    pitch, out_pitch = tiling.pitch(p.k, 1), tiling.round_up(p.n, split.COLUMNS)
     bytes_ = p.m * pitch, split.plane_rows("y", p.n) * pitch, pitch, out_pitch
+    workspace = tiling.round_up(parts * planes * p.m * out_pitch, 256)
+    launches: list[Launch] = []
+    factors: list[Slot] = []
+    for name, operand, rows, plane in ("x", p.x, p.m, bytes_[0]), ("y", p.y, p.n, bytes_[1]):
+        to = Slot(f"{name} copy")
+        if planes * plane > KEPT:
+            to = Slot("work", workspace)
+            workspace += tiling.round_up(planes * plane, 256)
+        factors.append(to)
+        launches += split.planes_of(name, operand, rows, p.k, p.places, of, device, to)
+    there = factors[0], factors[1]
     if available(device):
-        found = _by_wgmma(p, of, device, (pitch, out_pitch), parts)
+        found = _by_wgmma(p, of, device, (pitch, out_pitch), there, parts)
         if found is None:
             return None
         middle, tile, parts = found
     elif device.capability[0]:
-        middle, parts = warps.launch(sizes, planes, of.moduli, bytes_, parts)
+        middle, parts = warps.launch(sizes, planes, of.moduli, bytes_, there, parts)
         tile = f"{warps.BLOCK}x{warps.BLOCK}x{warps.DEPTH}"
     else:
-        middle, tile = gemm.launch(sizes, planes, of.moduli, bytes_), "plain"
+        middle, tile = gemm.launch(sizes, planes, of.moduli, bytes_, there), "plain"
     last = finish.finished(p, device, of, parts, out_pitch, overlaps)
-    workspace = parts * p.places * of.count * p.m * out_pitch
     shown = f"{of.count} moduli, {tile}" + (f", K in {parts} parts" if parts > 1 else "")
     return Plan((*launches, middle, last), shown, workspace, tiling.RUN)
 
 
 def _by_wgmma(
-    product: Product, of: Residues, device: DeviceInfo, pitches: tuple[int, int], parts: int
+    product: Product,
+    of: Residues,
+    device: DeviceInfo,
+    pitches: tuple[int, int],
+    factors: tuple[Slot, Slot],
+    parts: int,
 ) -> tuple[Launch, str, int] | None:
     """Return the launch that multiplies planes of residues, its tile and the parts of K."""
     p, (pitch, out_pitch) = product, pitches
@@ -140,11 +154,12 @@ def _by_wgmma(
     row_blocks, column_blocks = -(-p.m // tile.block_m), -(-p.n // tile.block_n)
     units = row_blocks * column_blocks * places * parts
     found, bytes_ = [], 0
-    for name, rows, block in ("x", p.m, tile.block_m), ("y", p.n, tile.block_n):
+    sides = ("x", p.m, tile.block_m), ("y", p.n, tile.block_n)
+    for (name, rows, block), slot in zip(sides, factors, strict=True):
         rows = split.plane_rows(name, rows)
         box = SLICE, box_of(False, block, rows, "int8")[1]
         made = TensorMap("int8", (p.k, rows, places), (pitch, rows * pitch), box)
-        found.append(Fetched(Derived(Slot(f"{name} copy"), made), 1, 0))
+        found.append(Fetched(Derived(slot, made), 1, 0))
         bytes_ += SLICE * box[1]
         if not made.possible():
             return None

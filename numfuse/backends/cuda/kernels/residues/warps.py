@@ -121,7 +121,7 @@ ARGUMENTS = Schema(multiply)
 
 def launch(
     sizes: tuple[int, int, int], planes: int, moduli: tuple[int, ...],
-    bytes_: tuple[int, int, int, int], parts: int,
+    bytes_: tuple[int, int, int, int], factors: tuple[Slot, Slot], parts: int,
 ) -> tuple[Launch, int]:  # fmt: skip
     """Return the launch for so many planes, as `gemm.launch`, and the parts of K."""
     m, _, k = sizes
@@ -142,7 +142,7 @@ def launch(
     }
     made = kernel_of(multiply, ARGUMENTS, bindings, threads=THREADS, blocks=2, name="mma.sync s8")
     arguments = ARGUMENTS(
-        x=Slot("x copy"), y=Slot("y copy"), out=Slot("work"), m=m, k=k, row_blocks=rows,
+        x=factors[0], y=factors[1], out=Slot("work"), m=m, k=k, row_blocks=rows,
         column_blocks=columns, x_plane=x_plane, y_plane=y_plane, plane=m * out_pitch, pitch=pitch,
         out_pitch=out_pitch, part_slices=part_slices, part_step=planes * m * out_pitch,
     )  # fmt: skip
