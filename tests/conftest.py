@@ -30,6 +30,14 @@ if SIMULATED:
     import simulator
 
     simulator.install()
+#: The precision of every product on CUDA of the dtype that it is for, where the suite is run once
+#: more for that.
+PRECISION = os.environ.get("NUMFUSE_TEST_PRECISION")
+if PRECISION:
+    from numfuse.backends.cuda.plan.program import Recorder
+
+    usual = Recorder.__init__
+    Recorder.__init__ = lambda self, device, _: usual(self, device, PRECISION)  # type: ignore[method-assign]
 #: Of every test, so many sets of parameters run there.
 SIMULATED_SETS = 2
 #: Every backend that has a name: one joins the suite with its line in `numfuse.backends`.

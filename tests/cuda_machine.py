@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import cuda_ptx
 import ml_dtypes
 import numpy as np
 from llvmlite import ir
@@ -166,6 +167,9 @@ class Builder:
     def fsub(self, a: Any, b: Any) -> Value:
         return self._made(f"{self.real(a.type)}({plain(a)} - {plain(b)})", a.type)
 
+    def sub(self, a: Any, b: Any) -> Value:
+        return self._made(f"signed({plain(a)} - {plain(b)}, {a.type.width})", a.type)
+
     def shl(self, a: Any, b: Any) -> Value:
         return self._made(f"signed(int({plain(a)}) << {plain(b)}, {a.type.width})", a.type)
 
@@ -175,6 +179,15 @@ class Builder:
 
     def and_(self, a: Any, b: Any) -> Value:
         return self._made(f"{plain(a)} & {plain(b)}", a.type)
+
+    def or_(self, a: Any, b: Any) -> Value:
+        return self._made(f"{plain(a)} | {plain(b)}", a.type)
+
+    def ashr(self, a: Any, b: Any) -> Value:
+        return self._made(f"{plain(a)} >> {plain(b)}", a.type)
+
+    def sitofp(self, a: Any, kind: Any) -> Value:
+        return self._made(f"{self.real(kind)}({plain(a)})", kind)
 
     def icmp_signed(self, what: str, a: Any, b: Any) -> Value:
         return self._made(f"{plain(a)} {what} {plain(b)}", ir.IntType(1))
@@ -229,8 +242,9 @@ class Builder:
             step = self.bound(instruction(function.asm))
             return self._made(f"{step}(m, [{', '.join(values)}])", kind)
         assert function.name == "llvm.fma"
-        wide: Any = np.float64 if isinstance(args[0].type, ir.FloatType) else np.longdouble
-        a, b, c = (f"{self.bound(wide)}({v})" for v in values)
+        if isinstance(args[0].type, ir.DoubleType):
+            return self._made(f"{self.bound(cuda_ptx.fused)}({', '.join(values)})", args[0].type)
+        a, b, c = (f"{self.bound(np.float64)}({v})" for v in values)
         return self._made(f"{self.real(args[0].type)}({a} * {b} + {c})", args[0].type)
 
 
@@ -444,6 +458,8 @@ class Machine:
             return _mma_double(what, values)
         if "tf32" in what:
             return _mma_tf32(values)
+        if ".s8" in what:
+            return _mma_integer(values)
         return _mma_half(ml_dtypes.bfloat16 if "bf16" in what else np.float16, values)
 
     def _matrices(self, addresses: list[int], turned: bool) -> list[Any]:
@@ -614,6 +630,10 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     numbers = re.findall(r"\d+", text)
     if name in _PURE:
         return _PURE[name]
+    if text.startswith("{ .reg") and "@" not in text:
+        return cuda_ptx.block(text)
+    if text.startswith("griddepcontrol"):
+        return lambda m, a: None
     if text.startswith("bar.sync"):
         return lambda m, a: m.wait("barrier")
     if text.startswith("bar.warp.sync"):
@@ -724,6 +744,21 @@ def _mma_half(dtype: Any, values: list[Any]) -> list[Any]:
         for r in range(4):
             d[g + 8 * (r // 2), 2 * s + r % 2] = registers[6 + r]
     return _fragments(a @ b + d, np.float32)
+
+
+def _mma_integer(values: list[Any]) -> list[Any]:
+    """m16n8k32 of s8: fragments are those of m16n8k16 of 16 bits, with two values in each."""
+    a, b, d = (np.zeros(shape, np.int64) for shape in ((16, 32), (32, 8), (16, 8)))
+    for lane, registers in enumerate(values):
+        g, s = lane >> 2, lane & 3
+        fours = np.array([registers[:6]], np.int64).astype(np.int32).view(np.int8).reshape(6, 4)
+        for r in range(4):
+            a[g + 8 * (r % 2), 4 * s + 16 * (r // 2) :][:4] = fours[r]
+        for r in range(2):
+            b[4 * s + 16 * r :, g][:4] = fours[4 + r]
+        for r in range(4):
+            d[g + 8 * (r // 2), 2 * s + r % 2] = registers[6 + r]
+    return _fragments(a @ b + d, int)
 
 
 def _fragments(d: Any, kind: Any) -> list[Any]:

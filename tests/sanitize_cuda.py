@@ -33,6 +33,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
     HOPPER_TILES,
     HopperTile,
 )
+from numfuse.backends.cuda.kernels.residues import tier as residues
 
 #: (dtype, M, K, N): aligned for the fast tiers, odd for their masks, deep for sums in parts, few
 #: rows of the kernels for these.
@@ -44,12 +45,16 @@ CASES = (
     ("float64", 5, 512, 520), ("float64", 13, 1030, 1031), ("float64", 50, 1024, 1032),
     ("bfloat16", 65, 71, 69), ("float32", 65, 67, 129),
 )  # fmt: skip
-#: The same for float32 on tensor cores: (precision, tolerance).
-PRECISIONS = (("bf16x6", 2e-5), ("tf32", 1e-2))
+#: The same for float32 on tensor cores, and for float64 by integers: (precision, tolerance).
+PRECISIONS = {
+    "float32": (("bf16x6", 2e-5), ("bf16x3", 1e-4), ("tf32", 1e-2)),
+    "float64": (("int8", 1e-12), ("int8:18", 1e-12)),
+}
 #: Blocks of Hopper's that only larger sizes choose: each is made to take a forward and a backward.
 FORCED = (
     *((tile, "ieee", "bfloat16", 392, 200, 520) for tile, _ in HOPPER_TILES),
     *((tile, "bf16x6", "float32", 392, 200, 264) for tile, _ in HOPPER_SPLIT_TILES),
+    *((tile, "int8", "float64", 392, 200, 264) for tile, _ in HOPPER_TILES if tile.block_n >= 64),
 )  # fmt: skip
 #: Whole networks of device arrays: (dtype, points, widths), with and without accesses of 16 bytes.
 NETWORKS = (
@@ -62,21 +67,27 @@ NETWORKS = (
 def as_large_products() -> Iterator[None]:
     """Run small products as large ones.
 
-    Float32 goes to tensor cores, and factors whose rows are not aligned, or lie the other way, are
-    copied before.
+    Float32 goes to tensor cores, float64 to integers, and factors whose rows are not aligned, or
+    lie the other way, are copied before.
     """
     with (
         mock.patch.object(hopper, "hopper_splits", lambda *_: True),
+        mock.patch.object(residues, "seconds", lambda *_: residues.Seconds(1.0, 0.0)),
         mock.patch.object(factors, "HOPPER_COPY", 1),
         mock.patch.object(copies, "pays", lambda *sizes: True),
     ):
         yield
 
 
-def in_blocks_of(tile: HopperTile) -> Any:
-    """Return a context in which every product on Hopper is made in blocks of one tile."""
-    chosen = {"hopper_tile": lambda *sizes, **features: (tile, 1), "hopper_cut": lambda *_: None}
-    return mock.patch.multiple(hopper, **chosen)
+@contextlib.contextmanager
+def in_blocks_of(tile: HopperTile) -> Iterator[None]:
+    """Make every product on Hopper in blocks of one tile."""
+    with (
+        mock.patch.object(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1)),
+        mock.patch.object(hopper, "hopper_cut", lambda *_: None),
+        mock.patch.object(residues, "hopper_tile", lambda *sizes, **features: (tile, 1)),
+    ):
+        yield
 
 
 def main() -> None:
@@ -102,7 +113,7 @@ def small(name: str, m: int, k: int, n: int, rng: Any, tiers: set[str]) -> None:
     wanted = results("reference", *operands, set())
     tolerance = {"float64": 1e-12, "float32": 1e-4}.get(name, 3e-2)
     compare(results("cuda", *operands, tiers), wanted, tolerance)
-    for precision, tolerance in PRECISIONS if name == "float32" else ():
+    for precision, tolerance in PRECISIONS.get(name, ()):
         with nf.use_backend("cuda", precision=precision):
             compare(results(None, *operands, tiers), wanted, tolerance)
     print(name, m, k, n, "done", flush=True)

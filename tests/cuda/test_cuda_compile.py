@@ -20,6 +20,7 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import once
@@ -28,7 +29,7 @@ from conftest import SIMULATED, unavailable
 
 import numfuse as nf
 from numfuse import epilogues
-from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
 from numfuse.language.curves import leaf
 from numfuse.problem import jets as jet_problems
 from numfuse.problem.networks import NetworkProblem
@@ -59,6 +60,8 @@ try:
     from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, plan_with
     from numfuse.backends.cuda.kernels.mirror import MIRROR
     from numfuse.backends.cuda.kernels.pointwise import Result, Source
+    from numfuse.backends.cuda.kernels.residues import tier as residue_tier
+    from numfuse.backends.cuda.kernels.residues.moduli import Residues
     from numfuse.backends.cuda.kernels.small import SMALL
     from numfuse.backends.cuda.plan import networks
     from numfuse.backends.cuda.plan.jets import jet as record_jet
@@ -323,6 +326,13 @@ def slopes(dtype, pre):
     return passes.slopes(HOPPER, made, acc, kept, grad, grad, 512, 1024, 1, True)[0]
 
 
+def integers(count, tile, info=HOPPER, **how):
+    """The plan of a product of float64 by residues, on Hopper in blocks of a tile."""
+    made = product(1024, 1024, 1024, "float64", precision=f"int8:{count}", **how)
+    with mock.patch.object(residue_tier, "hopper_tile", lambda *_, **__: (tile, 1)):
+        return residue_tier.plan_with(made, Residues(count), info, 1)
+
+
 def taken(name, tier, made, info, instructions=(), **limits):
     """A row: what a tier launches for a product."""
     plan = tier.take(made, info)
@@ -467,11 +477,28 @@ CASES = [
           product(2048, 2048, 2048, "float32", function="gelu", precision="bf16x6"), HOPPER,
           ("cvt.rn.bf16x2.f32",)),
     *[
-        Case(f"wgmma bf16x6 slope, {tile}", plan_with(
+        Case(f"wgmma {kind} slope, {tile}", plan_with(
                  product(1024, 1024, 1024, "float32", function="gelu", slope=True,
-                         alignment=alignment, precision="bf16x6"), "bf16x6", HOPPER, tile, 1
+                         alignment=alignment, precision=kind), kind, HOPPER, tile, 1
              ).launches, HOPPER, ("cvt.rn.bf16x2.f32",))
         for (tile, _), alignment in zip(HOPPER_SPLIT_TILES[:2], (4, 16), strict=True)
+        for kind in ("bf16x6", "bf16x3")
+    ],
+    *[
+        Case(f"int8, {count} moduli, {tile}", integers(count, tile, **how).launches[-2:], HOPPER,
+             (f"wgmma.mma_async.sync.aligned.m64n{tile.block_n}k32.s32.s8.s8",))
+        for (tile, _), count in zip(HOPPER_TILES[:6], (15, 14, 8, 16, 20, 15), strict=True)
+        for how in ({"function": "gelu", "slope": True}, {"x_turned": True, "alignment": 8})
+    ],
+    *[
+        Case(f"residues, {count} moduli", integers(count, HOPPER_TILES[1][0]).launches[:-2], HOPPER,
+             registers=128)
+        for count in (15, 20)
+    ],
+    *[
+        Case(f"int8 by mma.sync, {info.name}", integers(count, None, info).launches[-2:], info,
+             ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", "ldmatrix", "cp.async.cg"), 128)
+        for count, info in ((15, AMPERE), (18, ADA))
     ],
     taken("wgmma tf32", WGMMA, product(2048, 2048, 2048, "float32", precision="tf32"), HOPPER,
           ("cvt.rna.tf32.f32",)),

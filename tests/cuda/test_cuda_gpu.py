@@ -366,7 +366,7 @@ def test_long_sums_of_halves_are_within_the_bound_of_the_units_that_make_them(na
 # --- float32 on tensor cores ----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["bf16x6", "tf32"])
+@pytest.fixture(params=["bf16x6", "bf16x3", "tf32"])
 def precision(request, monkeypatch):
     """On a GPU whose tensor cores take float32, for small products too."""
     if device(0).capability != (9, 0):
@@ -381,10 +381,14 @@ def precision(request, monkeypatch):
     entry.forget(device(0))
 
 
+#: Of |x| |y|: with two parts the product of both second ones, and what the parts leave of x and y.
+LEFT_OUT = {"bf16x6": 2.0**-23, "bf16x3": 3 * 2.0**-18}
+
+
 def rounded(x, precision):
     """What the tensor cores multiply, and the share of a product that they leave out."""
-    if precision == "bf16x6":
-        return x.astype(np.float64), 2.0**-23
+    if precision in LEFT_OUT:
+        return x.astype(np.float64), LEFT_OUT[precision]
     bits = x.view(np.uint32).astype(np.uint64)
     return ((bits + 0x1000) & 0xFFFFE000).astype(np.uint32).view(np.float32).astype(float), 0.0
 
@@ -393,7 +397,7 @@ def product_bound(x, y, precision):
     """x @ y, and what its error may be: 256 terms in sums that are cut off at 2^-22 of them, and
     additions in float32 of these."""
     (a, lost), (b, _) = rounded(x, precision), rounded(y, precision)
-    terms = min(x.shape[1], 256) / 8 + 4 if precision == "bf16x6" else x.shape[1] / 8 + 4
+    terms = min(x.shape[1], 256) / 8 + 4 if precision in LEFT_OUT else x.shape[1] / 8 + 4
     share = lost + terms * 2.0**-22 + x.shape[1] / 256 * 2.0**-23
     return a @ b, share * (abs(a) @ abs(b)) + 2.0**-126
 

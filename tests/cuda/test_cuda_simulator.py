@@ -45,17 +45,23 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def suite(files: Iterable[str], *options: str) -> once.Process:
+def suite(files: Iterable[str], *options: str, **variables: str) -> once.Process:
     words = [sys.executable, "-m", "pytest", "-rp", "-p", "no:cacheprovider"]
     paths = [f"tests/{file}" for file in files]
-    return once.Process(lambda _: [*words, *paths, *options], ENVIRONMENT)
+    return once.Process(lambda _: [*words, *paths, *options], {**ENVIRONMENT, **variables})
 
 
 #: One process (each takes seconds to begin); not the tests that are in a process of their own.
 CONFORMANCE = suite(FILES, "-k", f"cuda and not pages and (not conformance_higher.py or {HIGHER})")
+#: The same where float64 is made of integers: what a product ends in, and its gradients' products.
+INTEGERS = suite(
+    [file for file in FILES if "test_conformance" in file],
+    *("-k", f"cuda and not pages and (not conformance_higher.py or {HIGHER})"),
+    NUMFUSE_TEST_PRECISION="int8",
+)
 NAMES = (
-    "along", "arrays", "cut", "frames", "fused", "members", "networks", "series", "small", "tuned",
-    "values",
+    "along", "arrays", "cut", "frames", "fused", "members", "networks", "residues", "series", "small",
+    "tuned", "values",
 )  # fmt: skip
 ARRAYS = suite(f"cuda/test_cuda_{name}.py" for name in NAMES)
 
@@ -90,6 +96,13 @@ def test_the_suite_passes_in_the_simulator(file):
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.findall(rf"^PASSED tests/{file}::", done.stdout, re.MULTILINE)
     assert len(passed) >= FILES[file], done.stdout[-1000:]
+
+
+@pytest.mark.long(shared=True)
+def test_the_suite_passes_where_float64_is_made_of_integers():
+    done = INTEGERS.result()
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.stdout.count("PASSED") >= 12, done.stdout[-1000:]
 
 
 @pytest.mark.long

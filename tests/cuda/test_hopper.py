@@ -375,16 +375,18 @@ def test_every_slice_of_k_is_loaded_once_for_each_block(tile):
         assert seen == sorted(once * sizes["column_blocks"])
 
 
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("tile", [tile for tile, _ in HOPPER_SPLIT_TILES], ids=str)
-def test_a_split_product_loads_every_plane_of_a_slice_once_for_each_block(tile):
+def test_a_split_product_loads_every_plane_of_a_slice_once_for_each_block(tile, count):
+    kind = {2: "bf16x3", 3: "bf16x6"}[count]
     for slices in (1, 9):  # sums that are never added to the total before the end, and are
-        kernel = hopper.Gemm("bf16x6", False, False, tile, "float32", extra="float32", sums=True)
+        kernel = hopper.Gemm(kind, False, False, tile, "float32", extra="float32", sums=True)
         sizes, _, loaded = run_all(kernel, 200, 330, slices, planes=(1, 2))
         for name, other, length, first in (("x", "column", tile.block_m, 0),
                                            ("y", "row", tile.block_n, 0)):  # fmt: skip
             own = sizes["row_blocks" if name == "x" else "column_blocks"]
             planes = [(64 * s, first + length * i, (1 if name == "x" else 2) * p)
-                      for i in range(own) for s in range(slices) for p in range(3)]  # fmt: skip
+                      for i in range(own) for s in range(slices) for p in range(count)]  # fmt: skip
             seen = sorted(item[1:] for item in loaded if item[0] == name)
             assert seen == sorted(planes * sizes[f"{other}_blocks"])
 
@@ -631,10 +633,11 @@ def test_a_second_bias_meets_its_column(tile):
     }
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "bf16x6"])
+@pytest.mark.parametrize("kind", ["bfloat16", "bf16x6", "bf16x3"])
 @pytest.mark.parametrize(("m", "n"), [(5, 40), (64, 30), (200, 300)])
 def test_a_slice_has_as_many_bytes_as_its_boxes(m, n, kind):
-    dtype, planes = ("float32", 3) if kind == "bf16x6" else (kind, 1)
+    planes = {"bf16x6": 3, "bf16x3": 2}.get(kind, 1)
+    dtype = kind if planes == 1 else "float32"
     for tile in (tile for tile, _ in (HOPPER_SPLIT_TILES if planes > 1 else HOPPER_TILES)):
         for x_row, y_row in ((False, True), (True, False)):
             x = Operand(dtype, (0, 1, 200) if x_row else (0, 200, 1), 16)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import OneRun, Traits
+from numfuse.backends.cuda.kernels.residues.moduli import FEWEST, MOST, precisions
 from numfuse.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from numfuse.backends.cuda.call.arrays import DeviceArray
     from numfuse.backends.cuda.driver.device import Device
 
-#: How float32 products are made: as IEEE 754 says, of three bfloat16 parts each (six products), or
-#: rounded to the 10 bits of tf32.
-PRECISIONS = ("ieee", "bf16x6", "tf32")
+#: How products are made: as IEEE 754 says; of float32, of three or two bfloat16 parts each (six or
+#: three products), or rounded to the 10 bits of tf32; of float64, by integers of 8 bits, with T
+#: moduli ("int8:T").
+PRECISIONS = ("ieee", "bf16x6", "bf16x3", "tf32", *precisions())
 
 
 class CudaBackend(OneRun):
@@ -30,8 +32,8 @@ class CudaBackend(OneRun):
     ----------
     ordinal : int
         The number of the device, as CUDA counts them.
-    precision : {"ieee", "bf16x6", "tf32"}
-        Of float32 products.
+    precision : {"ieee", "bf16x6", "bf16x3", "tf32", "int8", "int8:8" to "int8:20"}
+        Of float32 products; "int8" is one of float64 products.
     """
 
     name = "cuda"
@@ -70,7 +72,7 @@ class CudaBackend(OneRun):
         host.run(self.device, self.precision, kind, p)
 
     def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
-        """This backend on another device, or with another precision of float32 products."""
+        """This backend on another device, or with another precision of products."""
         from numfuse.backends.cuda.driver.libcuda import count
 
         ordinal = self.ordinal
@@ -83,7 +85,7 @@ class CudaBackend(OneRun):
                 )
             ordinal = chosen
         if precision not in (None, *PRECISIONS):
-            known = ", ".join(map(repr, PRECISIONS))
+            known = f"{', '.join(map(repr, PRECISIONS[:5]))}, 'int8:{FEWEST}' to 'int8:{MOST}'"
             raise ValueError(f"precision must be one of {known} or None, got {precision!r}")
         return _on(ordinal, self.precision if precision is None else precision)
 

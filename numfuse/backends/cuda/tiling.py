@@ -90,6 +90,9 @@ KEPT_GRAPHS = 8
 #: Bytes of free memory that a device's pool keeps for later calls: the workspace of a step of
 #: training with 8192 x 8192 in float32 is six of 256 MiB.
 POOL_BYTES = 2 << 30
+#: Of a large device it is this part of its memory: a product of 8192 cubed by integers has 3 GiB of
+#: residues, which the driver would allocate anew for every call.
+POOL_SHARE = 16
 #: Copies of factors that a call keeps for its later products (grad_pre's and the operands' parts
 #: are wanted by two each of a backward); beyond that each product makes its own.
 COPIES_BYTES = 4 << 30

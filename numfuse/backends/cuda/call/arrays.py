@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.memory import Block, Pool
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.runtime import dlpack
@@ -24,7 +25,11 @@ _POOLS: dict[int, Pool] = {}
 
 def pool_of(owner: Device) -> Pool:
     """Return the pool of a device."""
-    return _POOLS.get(owner.ordinal) or _POOLS.setdefault(owner.ordinal, Pool(owner))
+    found = _POOLS.get(owner.ordinal)
+    if found is None:
+        limit = max(tiling.POOL_BYTES, owner.memory()[1] // tiling.POOL_SHARE)
+        found = _POOLS.setdefault(owner.ordinal, Pool(owner, limit))
+    return found
 
 
 def ghost(

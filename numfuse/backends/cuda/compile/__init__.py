@@ -5,5 +5,6 @@
 - `unroll`: a template's constant loops written out
 - `schema`: a kernel's arguments, by their names
 - `intrinsics`, `accesses`, `engines`: PTX instructions as Python functions
-- `scalars`, `elements`: what a formula needs, and elements of memory, in the simulator too
+- `scalars`, `elements`, `integers`: what a formula needs, elements of memory, and residues of 8
+  bits, in the simulator too
 """

@@ -14,6 +14,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     F32,
     FORMATS,
     GLOBAL,
+    I8,
     I16,
     I32,
     LETTERS,
@@ -28,7 +29,7 @@ from numfuse.backends.cuda.compile.toolchain import ir
 
 # --- loads and stores of LLVM ---------------------------------------------------------------------
 #: {name of an LLVM type: bytes}
-SIZES = {str(kind): size for kind, size in FORMATS.values()} | {str(I32): 4}
+SIZES = {str(kind): size for kind, size in FORMATS.values()} | {str(I32): 4, str(I8): 1}
 
 
 def _vector_pointer(

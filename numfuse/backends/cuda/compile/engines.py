@@ -125,16 +125,37 @@ def mma_double_small(builder: Any, a: Any, b: Any, c: list[Any]) -> list[Any]:
     return _mma(builder, text, "dd", "d", "d", [a, b, *c])
 
 
+def _multiply_add(builder: Any, acc: Any, first: int, *factors: Any) -> None:
+    """mma.m16n8k32 of s8, sums in s32 (9.7.14.5.10; 9.7.14.5.14): compute capability 8.0."""
+    text = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
+    sums = read_registers(builder, acc, first, 4)
+    made = _mma(builder, text, "rrrr", "rrrr", "rr", [*factors, *sums])
+    write_registers(builder, acc, first, made)
+
+
+#: ``multiply_add(acc, first, a, a, a, a, b, b)``: four int32 of a local array, from `first` on
+multiply_add_s8 = intrinsic_of("multiply_add_s8", "", "anrrrrrr", _multiply_add)
+
 # --- matrices of a warp group, from shared memory -------------------------------------------------
 #: 9.7.15.7.3, wgmma.wait_group: at most one group is in flight
 multiply_wait1 = instruction("wgmma.wait_group.sync.aligned 1;", kind="convergent")
 
 
-def _tied(builder: Any, text: str, array: Any, count: int, more: Sequence[Any] = ()) -> None:
+#: Of wgmma, by the kind of its operands where it is not 16 bits wide and sums are no float32:
+#: values of K in 32 bytes; type of the sums, their LLVM type and the letter of their registers.
+_DEPTHS = {"tf32": 8, "s8": 32}
+_SUMS = {"s8": ("s32", I32, "r")}
+_FLOATS = "f32", F32, "f"
+
+
+def _tied(
+    builder: Any, text: str, array: Any, count: int, kind: str, more: Sequence[Any] = ()
+) -> None:
     """Emit `text`, which reads and writes `count` elements of an array, and reads words `more`."""
-    results = ir.LiteralStructType([F32] * count)
-    function = ir.FunctionType(results, [F32] * count + [I32] * len(more))
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(more)
+    _, value, letter = _SUMS.get(kind, _FLOATS)
+    results = ir.LiteralStructType([value] * count)
+    function = ir.FunctionType(results, [value] * count + [I32] * len(more))
+    constraints = [f"={letter}"] * count + [str(i) for i in range(count)] + ["r"] * len(more)
     assembly = ir.InlineAsm(function, text, ",".join([*constraints, "~{memory}"]), side_effect=True)
     values = read_registers(builder, array, 0, count)
     made = builder.call(assembly, [*values, *more], attrs=("convergent",))
@@ -156,14 +177,17 @@ def multiply(
     The intrinsic takes (acc, lower words of the descriptors of X and Y, whether to add to acc):
     acc is a local array of `halves` tiles of 64 x `columns`, of which a thread holds columns / 2
     values each.
-    `kind`: "bf16", "f16" or "tf32". `turned`: 1 for an operand whose K is not the contiguous axis
-    (the transpose bits; 16-bit kinds only). `steps`: bytes from one instruction's K (32 bytes
-    of it) to the next; `half`: bytes between two tiles of 64 rows; `high`: the upper words of the
-    descriptors.
+    `kind`: "bf16", "f16", "tf32" or "s8", whose sums are int32. `turned`: 1 for an operand whose K
+    is not the contiguous axis (the transpose bits; 16-bit kinds only). `steps`: bytes from one
+    instruction's K (32 bytes of it) to the next; `half`: bytes between two tiles of 64 rows;
+    `high`: the upper words of the descriptors.
     """
     each = columns // 2
     count = each * halves
-    depth = 8 if kind == "tf32" else 16
+    depth, sums = _DEPTHS.get(kind, 16), _SUMS.get(kind, _FLOATS)[0]
+    # signs of the operands, of floats; whether they are turned, of 16 bits
+    bits = ", 1, 1" if sums == "f32" else ""
+    bits += f", {turned[0]}, {turned[1]}" if depth == 16 else ""
     lines = [
         f"{{ .reg .pred p; .reg .b32 w; .reg .b64 dx, dy; setp.ne.b32 p, ${2 * count + 2}, 0;",
         # 9.7.15.7.1: orders the registers' last use before the tensor cores'
@@ -178,10 +202,9 @@ def multiply(
             values = ", ".join(f"${i}" for i in range(h * each, (h + 1) * each))
             lines.append(f"add.s32 w, ${2 * count}, {step * steps[0] + h * half >> 4};")
             lines.append(f"mov.b64 dx, {{w, {high[0]}}};")
-            bits = "" if kind == "tf32" else f", {turned[0]}, {turned[1]}"
             lines.append(
-                f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind}"
-                f" {{{values}}}, dx, dy, p, 1, 1{bits};"
+                f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{sums}.{kind}.{kind}"
+                f" {{{values}}}, dx, dy, p{bits};"
             )
     # 9.7.15.7.2
     lines.append("wgmma.commit_group.sync.aligned; }")
@@ -189,16 +212,16 @@ def multiply(
 
     def body(builder: Any, acc: Any, x: Any, y: Any, add: Any) -> None:
         words = [builder.trunc(x, I32), builder.trunc(y, I32), builder.zext(add, I32)]
-        _tied(builder, text, acc, count, words)
+        _tied(builder, text, acc, count, kind, words)
 
     return intrinsic_of("multiply", text, "allp", body)
 
 
-def multiply_wait(count: int) -> Any:
+def multiply_wait(count: int, kind: str) -> Any:
     """Waits for all of wgmma (9.7.15.7.3); acc is an operand, so that no read moves above it."""
     text = "wgmma.wait_group.sync.aligned 0;"
 
     def body(builder: Any, acc: Any) -> None:
-        _tied(builder, text, acc, count)
+        _tied(builder, text, acc, count, kind)
 
-    return intrinsic_of("multiply_wait", f"{text} {count}", "a", body)
+    return intrinsic_of("multiply_wait", f"{text} {count} {kind}", "a", body)

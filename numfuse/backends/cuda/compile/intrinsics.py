@@ -18,7 +18,7 @@ from typing import Any
 
 from numfuse.backends.cuda.compile.toolchain import intrinsic, ir, types
 
-I16, I32, I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 HALF, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 #: {constraint letter of LLVM's inline assembly: (LLVM type, Numba type)}; "p" is a predicate, in

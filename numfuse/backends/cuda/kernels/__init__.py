@@ -3,6 +3,7 @@
 - `mirror`: the product that runs on every device
 - `small`: batches of products smaller than a tile
 - `ampere`, `hopper`: the products of newer devices, by cp.async and by TMA with wgmma
+- `residues`: products of float64 by integers of 8 bits
 - `elementwise`, `epilogue`: an epilogue as a device function, and what a product does with its sums
 - `pointwise`, `rows`: passes over elements, printed from an epilogue
 - `jets`, `jet_lines`: the pass of a jet over points, and its text

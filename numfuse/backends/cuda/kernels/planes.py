@@ -68,11 +68,7 @@ def finish_planes(parts: Parts, ends: Ends, sums, m, n, row_blocks, column_block
     added = cuda.local.array(VALUES, REAL)
     made = cuda.local.array(VALUES, REAL)
     t = cuda.threadIdx.x
-    number = cuda.blockIdx.x
-    rest = number // column_blocks
-    column0 = (number - rest * column_blocks) * (LANES * VALUES)
-    place = rest // row_blocks
-    block_row = rest - place * row_blocks
+    place, block_row, column0 = block_at(cuda.blockIdx.x, row_blocks, column_blocks)
     for i in range(t, ROWS * LANES, THREADS):
         r = i // LANES
         row, column = block_row * ROWS + r, column0 + (i - r * LANES) * VALUES
@@ -82,39 +78,63 @@ def finish_planes(parts: Parts, ends: Ends, sums, m, n, row_blocks, column_block
             for v in unrolled(VALUES):
                 total[v] = ZERO
                 error[v] = ZERO
-                offset[v] = ZERO
-                added[v] = ZERO
             at = parts.address + place * parts.place + row * parts.row + column * ITEMSIZE
             add_planes(total, error, ahead, at, parts.depth, parts.step)
-            if BIAS:
-                for v in unrolled(VALUES):
-                    along = element(ends.bias, place, 0, column + v)
-                    offset[v] = LOAD_BIAS(ends.bias.address + along, 0)
-            if EXTRA:
-                loaded = LOAD_EXTRA(ends.extra.address + element(ends.extra, place, row, column))
-                for v in unrolled(VALUES):
-                    added[v] = loaded[v]
             for v in unrolled(VALUES):
                 total[v] = corrected(total[v], error[v])
-                if PRE:
-                    made[v], total[v] = EPILOGUE(total[v], offset[v], added[v])
-                else:
-                    made[v] = EPILOGUE(total[v], offset[v], added[v])
-            if PRE:
-                STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), total)
-            STORE_OUT(ends.out.address + element(ends.out, place, row, column), made)
+            finish_values(total, offset, added, made, ends, place, row, column)
         if SUMS:
             for v in unrolled(VALUES):
                 shared[i * VALUES + v] = made[v]
     if SUMS:
         cuda.syncthreads()
-        height = min(m - block_row * ROWS, ROWS)
-        to = sums + ((place * row_blocks + block_row) * n + column0) * ITEMSIZE
-        for j in range(t, min(n - column0, LANES * VALUES), THREADS):
-            run = ZERO
-            for r in range(height):
-                run = run + shared[r * (LANES * VALUES) + j]
-            STORE_SUM(to, j, run)
+        sum_columns(shared, sums, t, place, block_row, row_blocks, column0, m, n)
+
+
+def block_at(number, row_blocks, column_blocks):
+    """Return the place of a block, its row of blocks and its first column."""
+    rest = number // column_blocks
+    column0 = (number - rest * column_blocks) * (LANES * VALUES)
+    place = rest // row_blocks
+    return place, rest - place * row_blocks, column0
+
+
+def finish_values(total, offset, added, made, ends: Ends, place, row, column):
+    """The results of the sums of VALUES neighbours: the first is left in `made`.
+
+    (The registers are the caller's: in the simulator, threads share the `cuda` of a device
+    function.)
+    """
+    for v in unrolled(VALUES):
+        offset[v] = ZERO
+        added[v] = ZERO
+    if BIAS:
+        for v in unrolled(VALUES):
+            along = element(ends.bias, place, 0, column + v)
+            offset[v] = LOAD_BIAS(ends.bias.address + along, 0)
+    if EXTRA:
+        loaded = LOAD_EXTRA(ends.extra.address + element(ends.extra, place, row, column))
+        for v in unrolled(VALUES):
+            added[v] = loaded[v]
+    for v in unrolled(VALUES):
+        if PRE:
+            made[v], total[v] = EPILOGUE(total[v], offset[v], added[v])
+        else:
+            made[v] = EPILOGUE(total[v], offset[v], added[v])
+    if PRE:
+        STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), total)
+    STORE_OUT(ends.out.address + element(ends.out, place, row, column), made)
+
+
+def sum_columns(shared, sums, t, place, block_row, row_blocks, column0, m, n):
+    """The sums of the columns of a block in shared memory, in the order of its rows, to `sums`."""
+    height = min(m - block_row * ROWS, ROWS)
+    to = sums + ((place * row_blocks + block_row) * n + column0) * ITEMSIZE
+    for j in range(t, min(n - column0, LANES * VALUES), THREADS):
+        run = ZERO
+        for r in range(height):
+            run = run + shared[r * (LANES * VALUES) + j]
+        STORE_SUM(to, j, run)
 
 
 FINISH = Schema(finish_planes)
@@ -127,6 +147,58 @@ def _accesses(dtype: str, accumulator: str, values: int, repeats: bool = False) 
         return load, inlined(store_one, STORE_ELEMENT=elements.stores(dtype))
     wide = accesses.load_repeated if repeats else accesses.load
     return wide(dtype, values, accumulator), accesses.store_array(dtype, values, accumulator)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How blocks of RUN rows finish a product: values of an access, the names of the templates."""
+
+    values: int
+    threads: int
+    bindings: dict[str, Any]
+    row_blocks: int
+    column_blocks: int
+    grid: tuple[int, int, int]
+
+
+def finish_of(product: Product, info: DeviceInfo, aligned: bool, turns: int = 1) -> Finish:
+    """Return how a kernel finishes a product (`finish_values`, `sum_columns`).
+
+    `aligned`: what it reads of a sum may be read for 16 bytes of values at once. `turns`: accesses
+    that a thread has of a block.
+    """
+    p, acc = product, product.accumulator
+    size = intrinsics.itemsize(acc)
+    values = 16 // size
+    repeated = p.extra is not None and not p.extra.strides[2]
+    others = p.out, p.pre, None if repeated else p.extra
+    wide = aligned and info.capability >= WIDE_SINCE[p.out.dtype]
+    if not wide or p.n % values or not all(o is None or o.in_wholes(p.n, values) for o in others):
+        values = 1
+    threads = threads_of(info)
+    lanes = tiling.SIMULATED_TILE.block_n
+    if info.capability[0]:
+        lanes = turns * threads // tiling.RUN
+    bindings = parts_of(p) | {
+        "THREADS": threads,
+        "ROWS": tiling.RUN,
+        "LANES": lanes,
+        "VALUES": values,
+        "REAL": getattr(types, acc),
+        "ZERO": np.dtype(acc).type(0),
+        "ITEMSIZE": size,
+        "STORE_SUM": elements.stores(acc),
+        "STORE_OUT": _accesses(p.out.dtype, acc, values)[1],
+    }
+    if p.bias is not None:
+        bindings["LOAD_BIAS"] = elements.loads(p.bias.dtype)
+    if p.extra is not None:
+        bindings["LOAD_EXTRA"] = _accesses(p.extra.dtype, acc, values, repeated)[0]
+    if p.pre is not None:
+        bindings["STORE_PRE"] = _accesses(p.pre.dtype, acc, values)[1]
+    row_blocks, column_blocks = -(-p.m // tiling.RUN), -(-p.n // (lanes * values))
+    grid = row_blocks * column_blocks * p.places, 1, 1
+    return Finish(values, threads, bindings, row_blocks, column_blocks, grid)
 
 
 def finished(
@@ -143,55 +215,29 @@ def finished(
     each at the least where rows are whole 16 bytes. `overlaps`: it may begin before the launch
     before it has ended.
     """
-    p, acc = product, product.accumulator
-    size = intrinsics.itemsize(acc)
-    values = 16 // size
-    repeated = p.extra is not None and not p.extra.strides[2]
-    others = p.out, p.pre, None if repeated else p.extra
-    wide = info.capability >= WIDE_SINCE[p.out.dtype]
-    wide = wide and all(step % values == 0 for step in steps)
-    if not wide or p.n % values or not all(o is None or o.in_wholes(p.n, values) for o in others):
-        values = 1
-    threads = threads_of(info)
-    lanes = threads // tiling.RUN if info.capability[0] else tiling.SIMULATED_TILE.block_n
-    load, _ = _accesses(acc, acc, values)
+    p, size = product, intrinsics.itemsize(product.accumulator)
+    how = finish_of(product, info, all(step * size % 16 == 0 for step in steps))
     few, deep = tiling.FINISH_FEW, (tiling.JOIN_AHEAD, tiling.JOIN_THEN)
     ahead, then = deep if depth >= tiling.FINISH_DEEP else few
-    bindings = parts_of(p) | {
-        "THREADS": threads,
-        "ROWS": tiling.RUN,
-        "LANES": lanes,
-        "VALUES": values,
+    bindings = how.bindings | {
         "AHEAD": ahead,
         "THEN": then,
         "OVERLAPS": overlaps,
-        "REAL": getattr(types, acc),
-        "ZERO": np.dtype(acc).type(0),
-        "ITEMSIZE": size,
-        "LOAD": load,
-        "STORE_SUM": elements.stores(acc),
-        "STORE_OUT": _accesses(p.out.dtype, acc, values)[1],
+        "LOAD": _accesses(p.accumulator, p.accumulator, how.values)[0],
     }
-    if p.bias is not None:
-        bindings["LOAD_BIAS"] = elements.loads(p.bias.dtype)
-    if p.extra is not None:
-        bindings["LOAD_EXTRA"] = _accesses(p.extra.dtype, acc, values, repeated)[0]
-    if p.pre is not None:
-        bindings["STORE_PRE"] = _accesses(p.pre.dtype, acc, values)[1]
     name = f"finish {p.epilogue.name}"
     # (a count of blocks keeps the assembler from spilling for more of them)
-    made = kernel_of(finish_planes, FINISH, bindings, threads=threads, blocks=2, name=name)
-    row_blocks, column_blocks = -(-p.m // tiling.RUN), -(-p.n // (lanes * values))
+    made = kernel_of(finish_planes, FINISH, bindings, threads=how.threads, blocks=2, name=name)
     place, plane, row = (step * size for step in steps)
     arguments = FINISH(
         parts=Parts(planes, depth, plane, place, row),
         m=p.m,
         n=p.n,
-        row_blocks=row_blocks,
-        column_blocks=column_blocks,
+        row_blocks=how.row_blocks,
+        column_blocks=how.column_blocks,
         **finishing(p, p.out, Slot("out"), in_bytes),
     )
-    return Launch(made, (row_blocks * column_blocks * p.places, 1, 1), arguments, overlaps=overlaps)
+    return Launch(made, how.grid, arguments, overlaps=overlaps)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def launch(
         product = Product(
             *(m, n, k, places.count),
             accumulator=accumulator,
-            precision=rec.precision if views["x"].dtype == "float32" else "ieee",
+            precision=rec.precision_of(views["x"].dtype),
             epilogue=epilogue.select(*names[:1], *(x for x in names[1:] if x in views)),
             sums=sums,
             free=free,

@@ -223,7 +223,7 @@ class _Elements:
         p, storage = self.p, self.p.dtype.name
         names = p.epilogue.accumulators
         pairs = [pair for name in names for pair in p.sums[name]]
-        if not takes_pairs(storage, self.rec.device.info, self.rec.precision):
+        if not takes_pairs(storage, self.rec.device.info, self.rec.precision_of(storage)):
             return False
         if self.summed or not 1 <= len(self.results) <= 3 or not len(names) == len(pairs) == 2:
             return False
@@ -264,7 +264,7 @@ class _Elements:
         how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
         epilogue = self._epilogue(results, ("z", "z1")[: len(accumulators)])
         # a sum has the bits that it has beside another one, in one product
-        sizes = self.rec.precision, p.m, p.n, k, prod(p.batch)
+        sizes = self.rec.precision_of(p.dtype.name), p.m, p.n, k, prod(p.batch)
         whole = p.width > 1 and stay_whole(p.dtype.name, self.rec.device.info, *sizes)
         table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=sums, whole=whole)
         if chunks < 0:  # and numbers that it would have read are stored in vain

@@ -215,11 +215,11 @@ def _placed(
 def on_tensor_cores(s: Sizes, info: DeviceInfo, precision: str, back: bool) -> Sizes:
     """Return how a block runs a network by products of this precision; its results lie as before.
 
-    Where tensor cores cannot, products are IEEE's.
+    Where tensor cores cannot, and of the precisions that have no kernel here, products are IEEE's.
     """
     real, width = s.tile.real, s.tile.width
     warps = s.lanes and width % 32 == 0 and info.capability >= (8, 0) and not s.tile.slice
-    if precision == "ieee" or real != "float32" or not warps:
+    if precision not in ("bf16x6", "tf32") or real != "float32" or not warps:
         return s
     nr, threads, resident = s.tile.nr, s.threads, s.resident
     if precision == "bf16x6" and info.capability >= (9, 0) and width in tiling.NETWORK_SPLIT:

@@ -118,7 +118,8 @@ class Product(Keyed):
     out: Operand
     #: "float32" or "float64"
     accumulator: str
-    #: Of float32 operands: "ieee", "bf16x6" or "tf32".
+    #: Of float32 operands "ieee", "bf16x6", "bf16x3" or "tf32", of float64 ones "ieee",
+    #: "int8" or "int8:T".
     precision: str = "ieee"
     #: What is done with a sum: its first result is stored in `out`, "pre" in `pre`.
     epilogue: Epilogue = field(default_factory=lambda: sum_of_terms(0))

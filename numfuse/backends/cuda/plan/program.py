@@ -21,6 +21,7 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of, upload
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.launcher import PLAN, launch_all
+from numfuse.backends.cuda.kernels.residues.moduli import count_of
 from numfuse.backends.cuda.plan import tuned
 from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch, Plan, Product, Slot
 from numfuse.errors import DeviceLost
@@ -31,7 +32,8 @@ _WORK, _SCRATCH = 0, 1
 _ALIGNED = 256
 #: Slots that launches of products and passes read and never write.
 _READ = frozenset(
-    "x,y,x1,y1,a,b,bias,bias1,extra,grad,planes,x copy,y copy,x1 copy,y1 copy".split(",")
+    "x,y,x1,y1,a,b,bias,bias1,extra,grad,planes,x copy,y copy,x1 copy,y1 copy,x scales,"
+    "y scales".split(",")
 )
 _STATUS, _USE_COUNT = PLAN.index("STATUS"), PLAN.index("USE_COUNT")
 
@@ -66,7 +68,7 @@ class View(Strided):
 
 
 class Recorder:
-    """A record of what a run asks for; `precision` ("ieee", "bf16x6", "tf32") is of float32."""
+    """A record of what a run asks for; `precision` is one of `face.PRECISIONS`."""
 
     def __init__(self, device: Device, precision: str = "ieee") -> None:
         self.device, self.precision = device, precision
@@ -81,6 +83,11 @@ class Recorder:
         self._copied = 0
         #: What the program holds on the device.
         self._held: list[DeviceArray] = []
+
+    def precision_of(self, dtype: str) -> str:
+        """Return the precision of products of a dtype: another one's is not theirs."""
+        of = "float64" if count_of(self.precision) else "float32"
+        return self.precision if dtype == of else "ieee"
 
     def constant(self, x: np.ndarray[Any, Any]) -> int:
         """Return the address of numbers of the host, copied for as long as the program lives."""

@@ -15,12 +15,17 @@ from numfuse.backends.cuda.kernels.hopper.factors import HALF
 from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, available
 from numfuse.backends.cuda.kernels.hopper.tiling import hopper_cut
 from numfuse.backends.cuda.kernels.mirror import MIRROR
+from numfuse.backends.cuda.kernels.residues.moduli import count_of
+from numfuse.backends.cuda.kernels.residues.tier import RESIDUES
 from numfuse.backends.cuda.kernels.small import SMALL
 from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier, Way
 from numfuse.epilogues import sum_of_terms
 
-#: The last takes every product.
-TIERS: tuple[Tier, ...] = (SHORT_K, SMALL, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
+#: The last takes every product. The first has those of float64 that may be made of integers, and
+#: these are any other product for the tiers behind it.
+TIERS: tuple[Tier, ...] = (
+    RESIDUES, SHORT_K, SMALL, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR,
+)  # fmt: skip
 
 
 #: Rows above which two sums are made at once by blocks of cp.async: fewer have kernels of their own
@@ -97,6 +102,8 @@ def choose(
         plan = tier.take(product, info)
         if plan is not None:
             return tier, plan
+        if tier is RESIDUES and count_of(product.precision):
+            product = replace(product, precision="ieee")
     raise AssertionError("the last tier takes every product")
 
 

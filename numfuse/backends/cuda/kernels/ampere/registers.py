@@ -37,7 +37,9 @@ Turns = Sequence[tuple[int, int]]
 
 
 def _zeros(builder: Any, at: Any, count: int) -> None:
-    write_registers(builder, at, 0, [ir.Constant(at.type.pointee, 0.0)] * count)
+    kind = at.type.pointee
+    zero = ir.Constant(kind, 0 if isinstance(kind, ir.IntType) else 0.0)
+    write_registers(builder, at, 0, [zero] * count)
 
 
 @functools.cache

@@ -4,7 +4,7 @@
   the copies before that
 - `kernel`: what is bound in the kernel's templates
 - `gemm`: the kernel: its producer, and its consumers, which multiply (`mainloop`) and finish blocks
-  (`epilogue`); `records` are its arguments
+  (`epilogue`, or of integers `residues.store`); `records` are its arguments
 - `maps`: tensor maps, which tell the copy engine of an array
 - `tiling`: the tiles and their cost
 """

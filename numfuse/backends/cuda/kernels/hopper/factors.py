@@ -1,7 +1,7 @@
 """How a kernel on Hopper gets X and Y: by tensor maps of the arrays themselves, or of copies.
 
 The copy engine wants rows that begin at multiples of 16 bytes. `convert` brings an operand of any
-strides into such rows; on the way it splits float32 into three bfloat16 parts.
+strides into such rows; on the way it splits float32 into three or two bfloat16 parts.
 """
 
 # A template has no annotations but records, and its UPPER-case names are bound by the toolchain.
@@ -99,7 +99,9 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
     copy = Slot(f"{name} copy")
     turned = kind != "tf32" and (own == 1 or (deep != 1 and abs(own) < abs(deep)))
     outer, inner = (product.k, long) if turned else (long, product.k)
-    parts, dtype = planes_of(kind), {"tf32": "float32", "bf16x6": "bfloat16"}.get(kind, kind)
+    parts, dtype = planes_of(kind), {"tf32": "float32"}.get(kind, kind)
+    if parts > 1:
+        dtype = "bfloat16"
     if kind == "tf32":
         shape = (long, product.k) if axis == 1 else (product.k, long)
         if not layouts.fits(shape, places, 3 - axis):
@@ -207,7 +209,7 @@ def convert(source: Array, out, rows, columns, pitch, plane):
         for i in unrolled(8):
             part[i] = high_part(v[i])
             v[i] = rest(v[i], part[i])
-        for p in unrolled(3):
+        for p in unrolled(PARTS):
             if p > 0:
                 for i in unrolled(8):
                     part[i] = v[i]
@@ -228,7 +230,7 @@ def nearest(x):
 
 
 def high_part(x):
-    """The first of the three bfloat16 parts of x.
+    """The first of the bfloat16 parts of x.
 
     A finite number stays finite (rounding would make an infinity of those above LARGEST), and no
     number but 0 becomes 0: an infinity in the other operand must not meet a zero that is none.
@@ -251,11 +253,12 @@ ARGUMENTS = Schema(convert)
 
 @functools.lru_cache(maxsize=64)
 def copy_kernel(kind: str, wide: bool) -> Kernel:
-    """The kernel that copies 16-bit values ("copy"), or splits float32 ("bf16x6")."""
+    """The kernel that copies 16-bit values ("copy"), or splits float32 ("bf16x6", "bf16x3")."""
     pack, low, _ = HALVES["bfloat16"]
     real = np.float32
     bindings: dict[str, Any] = {
         "KIND": kind,
+        "PARTS": planes_of(kind),
         "WIDE": wide,
         "PACK": pack,
         "LOW": low,

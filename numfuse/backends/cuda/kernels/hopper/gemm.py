@@ -10,7 +10,8 @@ result, or a part of its K) after the other.  Its threads have two roles:
   of X and Y, 128 bytes of K at a time, into a ring of stages in shared memory (of operands in three
   parts, a stage has a slice of each);
 - one or two consumer warp groups of 128 threads multiply slices as they arrive (`mainloop`: wgmma,
-  accumulators in registers) and finish the block (`epilogue`: the formula, column sums, store).
+  accumulators in registers) and finish the block (`epilogue`: the formula, column sums, store; of
+  integers `residues.store`).
 
 Two mbarriers a stage connect them: `full` (the copy engine has written it) and `empty` (every
 consumer has read it).  In the "cooperative" schedule each consumer has 64 rows of one block; in
@@ -68,6 +69,7 @@ from numfuse.backends.cuda.kernels.hopper.mainloop import (
     next_stage,
 )
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Unit, Work
+from numfuse.backends.cuda.kernels.residues.store import store_residues
 
 
 def gemm(
@@ -252,7 +254,7 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
     consumer = same(thread >> 7)
     thread = thread & 127
     leader = thread == 0
-    acc = cuda.local.array(VALUES, types.float32)
+    acc = cuda.local.array(VALUES, SUM)
     CLEAR(acc)
     total = acc
     if PLANES > 1:
@@ -322,20 +324,26 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
                 group_barrier(1 + consumer, 128)
             else:
                 group_barrier(3, 128 * CONSUMERS)  # one block, and so one bias
-        finish(
-            total,
-            maps,
-            biases + turned,
-            ends,
-            second,
-            staging,
-            arrived,
-            extra_parity,
-            consumer,
-            thread,
-            here,
-            work,
-        )
+        if OUT == "residues":
+            at = ends.out.address + here.part * work.part_step + here.place * ends.out.place
+            row = here.row0 + 16 * (thread >> 5) + ((thread & 31) >> 2)
+            column = here.column0 + 16 * (thread & 3)
+            store_residues(acc, at, here.place, row, column, work.m, work.n)
+        else:
+            finish(
+                total,
+                maps,
+                biases + turned,
+                ends,
+                second,
+                staging,
+                arrived,
+                extra_parity,
+                consumer,
+                thread,
+                here,
+                work,
+            )
         turned ^= BIAS_BYTES
         if EXTRA == "map" and CHUNKS // BUFFERS % 2:
             extra_parity ^= 1

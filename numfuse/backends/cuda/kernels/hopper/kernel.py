@@ -10,16 +10,23 @@ import numpy as np
 from numfuse.backends.cuda.compile.engines import multiply, multiply_wait
 from numfuse.backends.cuda.compile.intrinsics import HALVES
 from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel
+from numfuse.backends.cuda.compile.toolchain import Kernel, types
 from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.elementwise import Formula
 from numfuse.backends.cuda.kernels.hopper import epilogue, gemm
 from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile
+from numfuse.backends.cuda.kernels.residues.store import store_bindings
 from numfuse.expr import Expr, dumps
 from numfuse.language.curves import leaf
 from numfuse.runtime.replay import kept
 
+#: Names of operands in wgmma, and values of K in 128 bytes of one where these are not 64.
+KINDS = {"bfloat16": "bf16", "float16": "f16", "tf32": "tf32", "int8": "s8"}
+DEPTHS = {"tf32": 32, "int8": 128}
+#: Parts of bfloat16 of a float32, and the products of these that are summed: all of the same or a
+#: larger size than those that are left out.
+PARTS, PRODUCTS = {"bf16x6": 3, "bf16x3": 2}, {"bf16x6": 6, "bf16x3": 3}
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
 #: Bytes behind the stages: mbarriers.
@@ -36,13 +43,13 @@ SUM = Formula(dumps((leaf("z"),)), "float32", (*ARGUMENTS, "extra"))
 class Gemm:
     """A kernel of the product."""
 
-    #: "bfloat16", "float16", "tf32" or "bf16x6".
+    #: "bfloat16", "float16", "tf32", "bf16x6", "bf16x3" or "int8".
     operands: str
     #: Whether an operand's contiguous axis is not K.
     x_turned: bool
     y_turned: bool
     tile: HopperTile
-    #: "rows" or "map" (16-bit values), "float32".
+    #: "rows" or "map" (16-bit values), "float32", or "residues" (8-bit ones).
     out: str
     #: The residual or grad: "", "rows", "map", "float32" or, if it repeats in a row, "line".
     extra: str = ""
@@ -63,6 +70,8 @@ class Gemm:
     bias1: bool = False
     pre1: str = ""
     formula: Formula = SUM
+    #: Of "residues": a place's number modulo their count chooses one.
+    moduli: tuple[int, ...] = ()
 
     def formulas(self) -> list[Expr]:
         """Return the formulas with which its kernel goes."""
@@ -98,7 +107,7 @@ class Gemm:
 
     @property
     def staged(self) -> bool:
-        return self.out != "float32"
+        return self.out not in ("float32", "residues")
 
     @property
     def width(self) -> int:
@@ -186,7 +195,7 @@ class Gemm:
             " columns two_terms two_sums two_biases bias1 pre pre1",
         )
         b |= {
-            "DEPTH": 32 if self.operands == "tf32" else 64,
+            "DEPTH": DEPTHS.get(self.operands, 64),
             "READERS": 1 if t.ping_pong else t.consumers,
             # 2^32 / STAGES: exact quotients up to 2^28
             "PER_STAGE": -(-(1 << 32) // self.stages),
@@ -202,6 +211,7 @@ class Gemm:
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,
             "EPILOGUE": self.formula,
             "ZERO": np.float32(0),
+            "SUM": types.int32 if self.moduli else types.float32,
             "CLEAR": clear(self.values),
             "ADD": add(self.values),
             "LOAD_EXTRA": inlined(epilogue.load_two, PAIRS=self.extra_pairs),
@@ -209,13 +219,14 @@ class Gemm:
             "STORE_PRE": inlined(epilogue.store_two, PAIRS=self.pre == "pairs"),
             "STORE_OUT": inlined(epilogue.store_two, PAIRS=self.out_pairs),
         }
+        b |= store_bindings(self.moduli, 64, t.block_n)
         half = "bfloat16" if self.planes > 1 else self.operands
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
         if self.pre_half:
             pairs = self.pre == "pairs"
             b["STORE_PRE"] = inlined(epilogue.store_halves, PAIRS=pairs, PACK=b["PACK"])
-        return b | self._wgmma({"bfloat16": "bf16", "float16": "f16", "tf32": "tf32"}[half])
+        return b | self._wgmma(KINDS[half])
 
     def _wgmma(self, kind: str) -> dict[str, Any]:
         """Return the names of the instruction and of its operands' descriptors."""
@@ -230,7 +241,7 @@ class Gemm:
             "X_DESCRIPTOR": x_low,
             "Y_DESCRIPTOR": y_low,
             "MULTIPLY": multiply(t.block_n, t.halves, kind, turned, steps, 8192, high),
-            "MULTIPLY_WAIT": multiply_wait(self.values),
+            "MULTIPLY_WAIT": multiply_wait(self.values, kind),
         }
 
     @property
@@ -253,7 +264,7 @@ MOST_STAGES = 12
 
 def planes_of(kind: str) -> int:
     """Parts of an operand of the kind `Gemm.operands`."""
-    return 3 if kind == "bf16x6" else 1
+    return PARTS.get(kind, 1)
 
 
 def _descriptor(turned: bool, box: int) -> int:

@@ -57,12 +57,13 @@ def multiply_slices(acc, shared, x_offset, stage, parity, count, next_turn, lead
 
 
 def multiply_split(low, high, total, shared, x_offset, stage, parity, count, next_turn, leader):
-    """total = the sum of the six products of each of `count` slices, of which a stage has all
-    planes, from `stage` on; the stage behind them.  Turns as in `multiply_slices`.
+    """total = the sum of the six (of two planes, three) products of each of `count` slices, of
+    which a stage has all planes, from `stage` on; the stage behind them.  Turns as in
+    `multiply_slices`.
 
     A plane that is in shared memory is used two or three times: one product after the other, each
     over all of K, would take twice as much from the second-level cache, which is then the limit.
-    The five products with a low part have sums of their own, which are small and go on to the end.
+    The products with a low part have sums of their own, which are small and go on to the end.
     That of the high parts holds no more than PROMOTE slices at a time and is added to `total`: the
     tensor cores add with fewer bits than float32 has, a float32 addition does not.
     """
@@ -70,19 +71,21 @@ def multiply_split(low, high, total, shared, x_offset, stage, parity, count, nex
     empty = full + 8 * STAGES
     before = stage
     NEXT_PLANE = PLANE_BYTES >> 4
+    LAST = PLANES - 1
     CLEAR(total)
     done = 0
     while done < count:
         barrier_wait(full + 8 * stage, parity)
         x, y = descriptors(shared, stage, x_offset)
-        MULTIPLY(low, x, y + 2 * NEXT_PLANE, True)
+        MULTIPLY(low, x, y + LAST * NEXT_PLANE, True)
         if done > 0:
             # with that one on its way, those of the slice before are done
             multiply_wait1()
             barrier_arrive(empty + 8 * before, leader)
-        MULTIPLY(low, x + 2 * NEXT_PLANE, y, True)
-        MULTIPLY(low, x + NEXT_PLANE, y + NEXT_PLANE, True)
-        MULTIPLY(low, x, y + NEXT_PLANE, True)
+        if PLANES == 3:
+            MULTIPLY(low, x + 2 * NEXT_PLANE, y, True)
+            MULTIPLY(low, x + NEXT_PLANE, y + NEXT_PLANE, True)
+            MULTIPLY(low, x, y + NEXT_PLANE, True)
         MULTIPLY(low, x + NEXT_PLANE, y, True)
         MULTIPLY(high, x, y, (done & (PROMOTE - 1)) != 0)
         before = stage

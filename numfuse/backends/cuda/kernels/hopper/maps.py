@@ -13,7 +13,7 @@ from numfuse.backends.cuda.driver.libcuda import Unusable, library
 from numfuse.errors import DeviceError
 
 # CUtensorMapDataType
-_TYPES = {"float16": (6, 2), "float32": (7, 4), "bfloat16": (9, 2)}
+_TYPES = {"int8": (0, 1), "float16": (6, 2), "float32": (7, 4), "bfloat16": (9, 2)}
 # CUtensorMapSwizzle, by the bytes of a row of the box
 _SWIZZLES = {64: 2, 128: 3}
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE

@@ -1,7 +1,7 @@
 """Hopper: products of float16 and bfloat16 by the copy engine (TMA) and wgmma.
 
-And of float32 where the caller allowed it: as six products of bfloat16 parts ("bf16x6"), or
-rounded to tf32.  `kernel.Gemm` describes a kernel.
+And of float32 where the caller allowed it: as six or three products of bfloat16 parts ("bf16x6",
+"bf16x3"), or rounded to tf32.  `kernel.Gemm` describes a kernel.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.epilogue import finishing, in_elements
 from numfuse.backends.cuda.kernels.hopper.factors import HALF, Factor, factor_of, fitted
-from numfuse.backends.cuda.kernels.hopper.kernel import ARGUMENTS, SHARED_BYTES, Gemm
+from numfuse.backends.cuda.kernels.hopper.kernel import ARGUMENTS, PRODUCTS, SHARED_BYTES, Gemm
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
@@ -62,7 +62,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if kind is None or not available(device):
         return None
     m, n, k, places = product.m, product.n, product.k, product.places
-    split = kind == "bf16x6"
+    split = PRODUCTS.get(kind, 0)
     if product.y1 is not None and kind not in HALF:
         return None
     slices = -(-k // (32 if kind == "tf32" else 64)) * (1 + (product.x1 is not None))
@@ -70,7 +70,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
         return None  # exact float32 is faster
     rows = _stored_by_rows(product, kind)
-    how = {"split": split, "heavy": product.is_curved, "rows": rows}
+    how: dict[str, Any] = {"split": split, "heavy": product.is_curved, "rows": rows}
     sizes = m, n, slices, places, device.multiprocessors
     if not (product.free or product.whole or product.is_rich):
         nbytes = (m * k * x_places + k * n * y_places + m * n * places) * product.x.itemsize
@@ -98,7 +98,7 @@ def _kind(product: Product) -> str | None:
     dtype = dtypes.pop()
     if dtype in HALF:
         return dtype
-    if dtype == "float32" and product.precision in ("bf16x6", "tf32"):
+    if dtype == "float32" and product.precision in ("tf32", *PRODUCTS):
         return product.precision
     return None
 
@@ -112,7 +112,7 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     cut = not (p.whole or p.has_two_sums)
     sums = 1 + p.has_two_sums
     rows = _stored_by_rows(p, kind)
-    how = kind == "bf16x6", p.is_curved, rows, cut, sums
+    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, sums
     for cost, tile, parts in hopper_ways(p.m, p.n, slices, p.places, device.multiprocessors, *how):
         name = f"{tile}, K in {parts} parts" if parts > 1 else str(tile)
         yield Way(name, cost, partial(plan_with, p, kind, device, tile, parts))

@@ -52,9 +52,10 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(64, 32, 1, False), 220),
 )
 #: The same for six products of bfloat16 parts, of which a thread has three sets of accumulators:
-#: cycles of all six. Measured with their splits, in microseconds, 128 x 128 cooperative / 64 x 128
-#: ping-pong, forward with gelu: (65536,512,512) 386 / 384 (backward 1121 / 1090),
-#: (4096,1024,4096) 301 / 320, 4096 cubed 1116 / 1203, 1024 cubed 48 / 36.
+#: cycles of all six (of three products, half of them: no GPU has timed these). Measured with their
+#: splits, in microseconds, 128 x 128 cooperative / 64 x 128 ping-pong, forward with gelu:
+#: (65536,512,512) 386 / 384 (backward 1121 / 1090), (4096,1024,4096) 301 / 320, 4096 cubed
+#: 1116 / 1203, 1024 cubed 48 / 36.
 HOPPER_SPLIT_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 128, 2, False), 3480),
     (HopperTile(64, 128, 2, True), 1840),
@@ -90,13 +91,13 @@ HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e
 
 
 def hopper_splits(
-    m: int, n: int, k: int, x_places: int, y_places: int, places: int, split: bool
+    m: int, n: int, k: int, x_places: int, y_places: int, places: int, split: int
 ) -> bool:
     """Whether a float32 product is worth the copies that tensor cores need: six bytes of parts (or
-    four of tf32) for each element that is read."""
+    four of tf32 and of three products) for each element that is read."""
     strict = 2 * m * n * k * places / HOPPER_CORES
-    copied = (m * k * x_places + k * n * y_places) * (10 if split else 8)
-    rate = HOPPER_TENSORS / (6 if split else 2)
+    copied = (m * k * x_places + k * n * y_places) * (10 if split == 6 else 8)
+    rate = HOPPER_TENSORS / (split or 2)
     return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
 
 
@@ -105,14 +106,14 @@ _Way = tuple[float, HopperTile, int]
 
 
 def hopper_tile(
-    m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: bool = False,
+    m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: int = 0,
     heavy: bool = False, rows: bool = False, free: bool = False, sums: int = 1,
 ) -> tuple[HopperTile, int]:  # fmt: skip
     """The tile, and the number of parts of K, of a product on Hopper.
 
-    `split`: of operands in three parts.  `heavy`: an epilogue that computes an activation.
-    `rows`: a result of unaligned rows.  `free`: K may be cut.  Of two `sums` a block has half its
-    columns each.
+    `split`: products of the operands' parts, six or three, or 0.  `heavy`: an epilogue that
+    computes an activation.  `rows`: a result of unaligned rows.  `free`: K may be cut.  Of two
+    `sums` a block has half its columns each.
     """
     how = split, heavy, rows, free, sums
     return _cheapest(m, n, slices, places, multiprocessors, *how)[1:]
@@ -120,7 +121,7 @@ def hopper_tile(
 
 @functools.lru_cache(maxsize=4096)
 def hopper_cut(
-    m: int, n: int, slices: int, places: int, multiprocessors: int, split: bool, nbytes: int
+    m: int, n: int, slices: int, places: int, multiprocessors: int, split: int, nbytes: int
 ) -> tuple[HopperTile, int] | None:
     """The tile and the number of parts of a product whose K is cut though it is no `free` one.
 
@@ -154,7 +155,7 @@ def _cheapest(*how: Any) -> _Way:
 
 def ways(
     m: int, n: int, slices: int, places: int, multiprocessors: int,
-    split: bool, heavy: bool, rows: bool, free: bool, sums: int,
+    split: int, heavy: bool, rows: bool, free: bool, sums: int,
 ) -> Iterator[_Way]:  # fmt: skip
     """Return all ways to run a product; the arguments are those of `hopper_tile`."""
     n *= sums
@@ -170,10 +171,12 @@ def ways(
 
 def cycles(
     tile: HopperTile, parts: int, m: int, n: int, slices: int, places: int, multiprocessors: int,
-    split: bool, heavy: bool, rows: bool,
+    split: int, heavy: bool, rows: bool,
 ) -> float:  # fmt: skip
     """Return the cycles of the multiprocessor with the most blocks."""
     work = -(-slices // parts) * dict(HOPPER_SPLIT_TILES if split else HOPPER_TILES)[tile]
+    if split:
+        work = work * split // 6
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
     elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
     finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
