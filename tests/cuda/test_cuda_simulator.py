@@ -60,8 +60,8 @@ INTEGERS = suite(
     NUMFUSE_TEST_PRECISION="int8",
 )
 NAMES = (
-    "along", "arrays", "cut", "frames", "fused", "members", "networks", "residues", "series", "small",
-    "tuned", "values",
+    "along", "arrays", "cut", "frames", "fused", "members", "networks", "residues", "series",
+    "small", "tuned", "values",
 )  # fmt: skip
 ARRAYS = suite(f"cuda/test_cuda_{name}.py" for name in NAMES)
 
