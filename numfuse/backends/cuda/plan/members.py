@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import jet_lines, members
+from numfuse.backends.cuda.kernels.residues.moduli import count_of
 from numfuse.backends.cuda.plan import batches, places
 from numfuse.backends.cuda.plan.jet_stacks import (
     all_members,
@@ -188,7 +189,7 @@ class _Way:
         operand = _members(kept)[1] if kept is not None and read else None
         to, out = _members(self.to)
         bent = "grad_bent" in known
-        alone = _operand(planes)
+        alone, precision = _operand(planes), self.rec.precision_of(acc)
         product = Product(
             self.x.shape[-2],
             p.n,
@@ -198,7 +199,7 @@ class _Way:
             _factor(self.y),
             out,
             acc,
-            self.rec.precision if acc == "float32" else "ieee",
+            precision,
             epilogue,
             bias=alone if slopes or bent else None,
             extra=operand if backward else None,
@@ -207,7 +208,8 @@ class _Way:
             whole=True,
             members=Members(self.count, p.directions, backward, names, len(slopes), bent),
         )
-        self.plan = self.rec.choose(product)
+        # (of integers no product ends in a formula of a point: they are made apart)
+        self.plan = None if count_of(precision) else self.rec.choose(product)
         self.at = {"x": self.x.at(), "y": self.y.at(), "out": to.at(), "bias": planes.at()}
         if operand is not None and kept is not None:
             self.at["extra" if backward else "pre"] = _members(kept)[0].at()

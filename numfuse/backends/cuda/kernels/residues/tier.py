@@ -81,7 +81,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     """
     p, count = product, count_of(product.precision)
     operands = p.x, p.y, p.out, p.bias, p.extra, p.pre
-    if not count or p.is_rich or p.x1 is not None:
+    if not count or p.is_rich or p.x1 is not None or p.members is not None:
         return None
     if any(o is not None and o.dtype != "float64" for o in operands):
         return None
