@@ -210,7 +210,7 @@ class WideSizes(GroupSizes):
         return max(_PANEL, self.padded[0]) // 2
 
 
-def wide_sizes_of(info: DeviceInfo, widths: tuple[int, ...]) -> WideSizes | None:
+def wide_sizes_of(info: DeviceInfo, widths: tuple[int, ...]) -> GroupSizes | None:
     """Return how warp groups make the gradients of a network of 128 columns; None: they do not."""
     ends = widths[0], max(widths[1:-1], default=0), widths[-1]
     padded: Any = tuple(tiling.round_up(n, CHUNK) for n in ends)
