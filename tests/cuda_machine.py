@@ -658,7 +658,7 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     numbers = re.findall(r"\d+", text)
     if name in _PURE:
         return _PURE[name]
-    if text.startswith("{ .reg") and not re.search("@|wgmma|set\\.gt", text):
+    if text.startswith("{ .reg") and not re.search(r"@|wgmma|set\.gt", text):
         return cuda_ptx.block(text)
     if text.startswith("griddepcontrol"):
         return lambda m, a: None
