@@ -126,7 +126,10 @@ def in_parts(run: Run) -> Run:
 
 
 def graphed(run: Run) -> Run:
-    """A call as a CUDA graph; a replay returns the arrays of the capture."""
+    """A call as a CUDA graph; a replay returns the arrays of the capture.
+
+    It keeps the call: a graph reads its operands by their addresses, and does not hold them.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -141,6 +144,7 @@ def graphed(run: Run) -> Run:
         graph.replay()
         return found
 
+    replay.call = run  # type: ignore[attr-defined]
     return replay
 
 

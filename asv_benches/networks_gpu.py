@@ -3,6 +3,10 @@
     python asv_benches/networks_gpu.py                            every row
     python asv_benches/networks_gpu.py --only bfloat16 relu       rows whose names have all of it
     python asv_benches/networks_gpu.py --no-compile               without torch.compile
+    python asv_benches/networks_gpu.py --kernels                  numfuse's kernels alone: both of a
+                                                                  network in 16 bits, as graphs
+    python asv_benches/networks_gpu.py --check                    results beside float64's, at few
+                                                                  and many rows
     python asv_benches/networks_gpu.py --dry                      without a GPU: the rows, what they
                                                                   must move and compute, the sizes
                                                                   of numfuse's blocks
@@ -17,7 +21,8 @@ takes longer. Bandwidth and arithmetic are those of the data sheet, or `--bandwi
 `--arithmetic` (TFLOP/s).
 
 - numfuse: :func:`numfuse.mlp` and `mlp_bwd` on PyTorch's tensors; as a step of autograd; replayed
-  as a CUDA graph; and by layers.
+  as a CUDA graph; and by layers. On Hopper also as a graph of the kernels by mma.sync, which are
+  those of older GPUs, beside those by wgmma.
 - torch: `linear` and activations, eager and compiled, and compiled and replayed as a CUDA graph.
 """
 
@@ -179,6 +184,32 @@ def layered(run: Run) -> Run:
     return call
 
 
+def by_warps(run: Run) -> Run:
+    """The same call with the kernels by mma.sync."""
+    from numfuse.backends.cuda.plan import half_networks
+
+    def call() -> Any:
+        half_networks.GROUPS = False
+        try:
+            return run()
+        finally:
+            half_networks.GROUPS = True
+
+    return call
+
+
+def kernels(net: Network) -> dict[str, Callable[[], Run]]:
+    """Return what makes numfuse's contestants alone."""
+    from jets_gpu import graphed
+
+    ours = net.value if net.row.what == "inference" else net.step
+    return {
+        "numfuse": lambda: ours,
+        "numfuse graphed": lambda: graphed(ours),
+        "numfuse mma.sync, graphed": lambda: graphed(by_warps(ours)),
+    }
+
+
 def contestants(net: Network, compiles: bool) -> dict[str, Callable[[], Run]]:
     """Return what makes each contestant, by its name."""
     from jets_gpu import graphed
@@ -209,7 +240,7 @@ def contestants(net: Network, compiles: bool) -> dict[str, Callable[[], Run]]:
         def compiled() -> Run:
             return net.autograd(torch.compile(net.plain, dynamic=False))
 
-    found = {"numfuse": lambda: ours, "numfuse graphed": lambda: graphed(ours)} | found
+    found = kernels(net) | found
     found["numfuse by layers"] = lambda: layered(ours)
     if compiles:
         found["torch compiled"] = compiled
@@ -255,14 +286,75 @@ def peak_of(torch: Any, run: Run) -> float:
     return (torch.cuda.max_memory_allocated() - before + max(0, outside)) / 2**20
 
 
+#: Rows that were measured: each contestant's seconds, and those of the limit.
+TABLE: list[tuple[Row, dict[str, float], float]] = []
+
+
+def print_table() -> None:
+    """Print all rows: microseconds and shares of the limit, of both kernels and the best peer."""
+    print("| row | limit, us | wgmma | share | mma.sync | share | best of PyTorch |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for row, times, floor in TABLE:
+        cells = [str(row), f"{1e6 * floor:.0f}"]
+        for name in ("numfuse graphed", "numfuse mma.sync, graphed"):
+            seconds = times.get(name)
+            cells += (
+                ["", ""] if seconds is None else [f"{1e6 * seconds:.0f}", f"{floor / seconds:.0%}"]
+            )
+        peers = [seconds for name, seconds in times.items() if name.startswith("torch")]
+        cells.append(f"{1e6 * min(peers):.0f}" if peers else "")
+        print(f"| {' | '.join(cells)} |")
+
+
+#: Networks that are checked, and of which types and activations: each kernel takes a while to
+#: compile, and `--only` shares them out to processes.
+CHECKED = (
+    ((64,) * 4, (("bfloat16", "relu"), ("bfloat16", "tanh"), ("float16", "relu"))),
+    ((64,) * 5, (("bfloat16", "silu"),)),
+    ((64,) * 6, (("bfloat16", "relu"),)),
+    ((3, 64, 64, 64, 1), (("bfloat16", "relu"),)),
+    ((20, 50, 33, 5), (("float16", "tanh"),)),
+    ((32,) * 5, (("bfloat16", "relu"),)),
+    ((64, 128, 128, 64), (("bfloat16", "relu"),)),
+)
+
+
+def check(only: Sequence[str], rows: int = 1 << 17) -> bool:
+    """Compare numfuse's results with float64's, and with its own of a second call."""
+    import torch
+
+    asked = [(widths, *how) for widths, every in CHECKED for how in every]
+    good = True
+    for widths, dtype, activation in asked:
+        for points in (1, 63, 64, 1000, rows + 37):
+            row = Row(widths, points, dtype, activation, "training, d_x")
+            if not all(part in str(row) for part in only):
+                continue
+            net, wide = Network(row), Network(row, wide=True)
+            value, exact = flat(wide.plain(wide.x, wide.weights, wide.biases)), exact_of(row)
+            first, again = flat(net.step()), flat(net.step())
+            same = all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+            own = error_of(net.value(), value), error_of(first, exact)
+            # (some roundings to 2^-9 or 2^-12, and where few rows are, relu's jumps)
+            bound = (0.04 if dtype == "bfloat16" else 0.006) * (4 if points < 100 else 1)
+            passed = same and max(own) < bound
+            good = good and passed
+            word = "right" if passed else "WRONG"
+            print(f"{word} {row}: errors {own[0]:.1e}, {own[1]:.1e}, {same=}", flush=True)
+    return good
+
+
 def measure(row: Row, args: argparse.Namespace, limits: tuple[float, float]) -> None:
     """Time a row's contestants in turns, and print it."""
     import torch
 
+    # (a row's functions are new to the compiler, whose limit of recompilations they would reach)
+    torch._dynamo.reset()
     net, exact = Network(row), exact_of(row)
     runs: dict[str, Run] = {}
     told: dict[str, tuple[float, float, str]] = {}
-    for name, make in contestants(net, args.compile).items():
+    made = kernels(net) if args.kernels else contestants(net, args.compile)
+    for name, make in made.items():
         try:
             run = make()
             memory = peak_of(torch, run)
@@ -295,6 +387,7 @@ def measure(row: Row, args: argparse.Namespace, limits: tuple[float, float]) -> 
             times[name].append(1e-3 * first.elapsed_time(last) / args.calls)
     floor, limit = row.floor(*limits)
     print(f"{row}: {limit} {1e6 * floor:.1f} us; {told['numfuse'][2]}")
+    TABLE.append((row, {name: statistics.median(found) for name, found in times.items()}, floor))
     for name, found in sorted(times.items(), key=lambda item: statistics.median(item[1])):
         median, low = statistics.median(found), min(found)
         error, memory, _ = told[name]
@@ -307,11 +400,14 @@ def measure(row: Row, args: argparse.Namespace, limits: tuple[float, float]) -> 
 
 def dry(row: Row, limits: tuple[float, float]) -> None:
     """Print what a row must do, and how numfuse's blocks run it on an H200."""
-    from numfuse.backends.cuda.plan.half_sizes import half_sizes_of
+    from numfuse.backends.cuda.plan.group_sizes import group_sizes_of, half_sizes_of
     from numfuse.backends.cuda.plan.product import DeviceInfo
 
     info = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
-    sizes = half_sizes_of(info, row.dtype, row.widths, row.what != "inference")
+    backward = row.what != "inference"
+    sizes = half_sizes_of(info, row.dtype, row.widths, backward)
+    if sizes is not None:
+        sizes = group_sizes_of(info, row.widths, sizes.padded, backward) or sizes
     floor, limit = row.floor(*limits)
     blocks = "by layers"
     if sizes is not None:
@@ -329,6 +425,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
     parser.add_argument("--calls", type=int, default=10, help="between two events")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--kernels", action="store_true", help="numfuse's contestants alone")
+    parser.add_argument("--check", action="store_true", help="compare results, and time nothing")
     parser.add_argument("--bandwidth", type=float, help="GB/s")
     parser.add_argument("--arithmetic", type=float, help="TFLOP/s")
     parser.add_argument("--dry", action="store_true")
@@ -339,9 +437,8 @@ def main() -> None:
 
         name = torch.cuda.get_device_name()
         print(f"{name}, PyTorch {torch.__version__}, NumPy {np.__version__}")
-        from numfuse.adapters import cuda_whole
-
-        cuda_whole.HALF = True
+    if args.check:
+        raise SystemExit(0 if check(args.only) else 1)
     known = next((y for x, y in LIMITS.items() if x in name), LIMITS["H100"])
     limits = (
         args.bandwidth * 1e9 if args.bandwidth else known[0],
@@ -353,6 +450,8 @@ def main() -> None:
                 dry(row, limits)
             else:
                 measure(row, args, limits)
+    if TABLE:
+        print_table()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import cuda_ptx
+import cuda_wgmma
 import ml_dtypes
 import numpy as np
 from llvmlite import ir
@@ -27,7 +28,9 @@ from llvmlite import ir
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.plan.product import Launch, Slot
 
-I32, I64 = ir.IntType(32), ir.IntType(64)
+I32, I64, _I16 = ir.IntType(32), ir.IntType(64), ir.IntType(16)
+#: Numbers below are a literal's where an intrinsic asks for one: most are indices of registers.
+LITERAL = 160
 REALS = {"half": np.float16, "float": np.float32, "double": np.float64}
 LLVM = {
     types.int32: I32, types.int64: I64, types.boolean: ir.IntType(1),
@@ -368,12 +371,14 @@ class Machine:
         for first in range(0, len(threads), 32):
             warp = threads[first : first + 32]
             whats = {t.waits[0] if t.waits else None for t in warp}
-            if len(whats) == 1 and not whats & {None, "barrier", "cluster"}:
+            if len(whats) == 1 and not whats & {None, "barrier", "group", "cluster"}:
                 self.current = warp[0]  # whose block's memory it is
                 results = self._together(warp[0].waits[0], [t.waits[1] for t in warp])
                 for thread, result in zip(warp, results, strict=True):
                     thread.result = result
                 found += warp
+        for block in self.cluster:
+            found += self._groups([t for t in threads if t.block is block])
         if found or all(t.done for t in threads):
             return found
         for block in self.cluster:
@@ -384,6 +389,15 @@ class Machine:
             return found
         assert all(t.waits and t.waits[0] == "cluster" for t in threads), "threads wait for ever"
         return threads
+
+    @staticmethod
+    def _groups(threads: list[Thread]) -> list[Thread]:
+        """Who of a block has met at a barrier of so many threads."""
+        waiting: dict[tuple[int, int], list[Thread]] = {}
+        for t in threads:
+            if t.waits and t.waits[0] == "group":
+                waiting.setdefault(tuple(map(int, t.waits[1])), []).append(t)
+        return [t for (_, count), own in waiting.items() if len(own) == count for t in own]
 
     def wait(self, what: str, value: Any = None) -> Any:
         thread = self.current
@@ -452,6 +466,12 @@ class Machine:
             return values
         if what == "shuffle":
             return [values[lane ^ int(mask)][0] for lane, (_, mask) in enumerate(values)]
+        if what == "same":
+            return [values[0][0]] * 32
+        if what == "stmatrix":
+            return self._store_matrices(values)
+        if "wgmma" in what:
+            return cuda_wgmma.together(what, self.shared, self.current.number // 32 % 4, values)
         if what.startswith("ldmatrix"):
             return self._matrices(values, what.endswith("trans"))
         if ".f64" in what:
@@ -469,6 +489,14 @@ class Machine:
             matrix = np.array([np.frombuffer(row, np.uint16) for row in rows])
             found.append(np.ascontiguousarray(matrix.T if turned else matrix).view(np.int32))
         return [[int(m[lane >> 2, lane & 3]) for m in found] for lane in range(32)]
+
+    def _store_matrices(self, values: list[Any]) -> list[Any]:
+        for i in range(4):
+            words = np.array([own[1 + i] for own in values], np.int64).astype(np.uint32)
+            rows = words.reshape(8, 4)
+            for r in range(8):
+                self.write("shared", values[8 * i + r][0], rows[r].tobytes())
+        return [None] * 32
 
     # --- the kernel's names -------------------------------------------------------------------
     def emulated(self, function: Any) -> Any:
@@ -601,7 +629,7 @@ def _key(value: Any) -> Any:
     """Return what tells Numba's types of values apart."""
     kind = type(value)
     if kind is int:
-        return value if 0 <= value < 100 else int
+        return value if 0 <= value < LITERAL else int
     if kind is Registers:
         return value.key
     return kind if kind in _OF_ONE_TYPE else (kind, value)
@@ -620,7 +648,7 @@ def _kind(value: Any) -> Any:
         return types.int32
     if isinstance(value, (bool, np.bool_)):
         return types.boolean
-    return types.IntegerLiteral(value) if 0 <= value < 100 else types.int64
+    return types.IntegerLiteral(value) if 0 <= value < LITERAL else types.int64
 
 
 @functools.cache
@@ -630,12 +658,27 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     numbers = re.findall(r"\d+", text)
     if name in _PURE:
         return _PURE[name]
-    if text.startswith("{ .reg") and "@" not in text:
+    if text.startswith("{ .reg") and not re.search(r"@|wgmma|set\.gt", text):
         return cuda_ptx.block(text)
     if text.startswith("griddepcontrol"):
         return lambda m, a: None
+    if text.startswith("bar.sync $0"):
+        return lambda m, a: m.wait("group", a)
     if text.startswith("bar.sync"):
         return lambda m, a: m.wait("barrier")
+    if "wgmma.mma_async" in text:
+        return lambda m, a: m.wait(text, a)
+    if text.startswith("wgmma.wait_group"):
+        return lambda m, a: a  # (every product is there at once)
+    if text.startswith(("fence.proxy.async", "prefetch.global")):
+        return lambda m, a: None
+    if text.startswith("stmatrix"):
+        return lambda m, a: m.wait("stmatrix", a)
+    if text.startswith("shfl.sync.idx"):
+        return lambda m, a: m.wait("same", a)
+    if "set.gt" in text:
+        kind = _kind_of(text)
+        return lambda m, a: _words(lambda x: x > 0, kind, a)
     if text.startswith("bar.warp.sync"):
         return lambda m, a: m.wait("warp")
     if text.startswith("barrier.cluster.arrive"):
@@ -668,7 +711,7 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     if text.startswith("mma"):
         return lambda m, a: m.wait(name, a)
     if "@p st.global" in text:
-        one = encoder(ir.FloatType() if ".f32" in text else ir.IntType(16))
+        one = encoder(ir.FloatType() if ".f32" in text else I32 if ".b32 [" in text else _I16)
         return lambda m, a: m.write("global", a[0], one(a[1])) if a[2] else None
     if text.startswith("shfl.sync.bfly"):
         return lambda m, a: m.wait("shuffle", a)
@@ -686,8 +729,25 @@ _PURE: dict[str, Callable[[Machine, list[Any]], Any]] = {
     "cvt.rn.bf16.f32": lambda m, a: int(np.float32(a[0]).astype(ml_dtypes.bfloat16).view("i2")),
     "cvt.rn.bf16x2.f32": lambda m, a: _packed(a, ml_dtypes.bfloat16),
     "cvt.rn.f16x2.f32": lambda m, a: _packed(a, np.float16),
+    "cvt.rn.relu.bf16x2.f32": lambda m, a: _packed(_rectified(a), ml_dtypes.bfloat16),
+    "cvt.rn.relu.f16x2.f32": lambda m, a: _packed(_rectified(a), np.float16),
+    "mul.rn.bf16x2": lambda m, a: _words(lambda x, y: x * y, ml_dtypes.bfloat16, a),
     "mapa.shared::cluster.u32": lambda m, a: a[1] << 24 | a[0],  # the window of a rank
 }
+
+
+def _kind_of(text: str) -> Any:
+    return ml_dtypes.bfloat16 if "bf16x2" in text else np.float16
+
+
+def _rectified(values: list[Any]) -> list[Any]:
+    return [x if np.isnan(x) else max(x, np.float32(0)) for x in values]
+
+
+def _words(function: Callable[..., Any], kind: Any, words: list[Any]) -> int:
+    """Return a word of what a function makes of each pair of 16-bit values."""
+    values = [np.array([w], np.int64).astype(np.int32).view(kind) for w in words]
+    return int(np.asarray(function(*values)).astype(kind).view(np.int32)[0])
 
 
 def _packed(values: list[Any], kind: Any) -> int:

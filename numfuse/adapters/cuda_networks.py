@@ -25,6 +25,7 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, ghost
 from numfuse.backends.cuda.call.foreign import Kind, kind_of
 from numfuse.backends.cuda.call.record import NOTES
 from numfuse.backends.cuda.call.series import repeated
+from numfuse.backends.cuda.plan import half_networks
 from numfuse.chains import Chain
 from numfuse.perceptron import Network
 from numfuse.runtime.views import dtype_of
@@ -197,8 +198,8 @@ def again(long: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _switches() -> tuple[bool, bool]:
-    return cuda_whole.ENABLED, cuda_whole.HALF
+def _switches() -> tuple[bool, ...]:
+    return cuda_whole.ENABLED, cuda_whole.HALF, half_networks.GROUPS
 
 
 def _formulas(activations: Iterable[Any]) -> list[Any]:

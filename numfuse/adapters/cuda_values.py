@@ -22,7 +22,9 @@ from numfuse.adapters.stacks import Array, Arrays
 from numfuse.backends import latest
 from numfuse.backends.cuda.call.entry import run
 from numfuse.backends.cuda.driver.devices import device
-from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES, HalfSizes, half_sizes_of
+from numfuse.backends.cuda.plan import half_networks
+from numfuse.backends.cuda.plan.group_sizes import half_sizes_of
+from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES, HalfSizes
 from numfuse.backends.cuda.plan.networks import Sizes, sizes_of
 from numfuse.backends.cuda.plan.product import DeviceInfo
 from numfuse.errors import BackendUnavailable
@@ -40,14 +42,15 @@ class ValueOperation(Operation):
     gradients are those of the tangent, by its cotangent.
 
     `moves` says that the gradient by the points is made; `length` is the shape of the array that
-    has all gradients by weights and biases: a row of each network where there are several.
+    has all gradients by weights and biases: a row of each network where there are several. `groups`
+    is that of `plan.half_networks`: a call is repeated with the kernels that it had.
     """
 
-    def __init__(self, layers: int, backward: bool, along: bool) -> None:
+    def __init__(self, layers: int, backward: bool, groups: bool, along: bool) -> None:
         names = ("mlp_jvp", "mlp_double_bwd") if along else ("mlp", "mlp_bwd")
         self.name, self.kind = names[backward], "network"
         self.layers, self.backward, self.along = layers, backward, along
-        self.mark = "network value", layers, backward, along
+        self.mark = "network value", layers, backward, along, groups
         named = [f"{name}_{i}" for name in ("weights", "biases") for i in range(layers)]
         named += ["points_dot"] if along else []
         grad = "grad_dot" if along else "grad"
@@ -130,8 +133,8 @@ class _Signature(Signature):
 
 
 @functools.cache
-def _operation(layers: int, backward: bool, along: bool = False) -> ValueOperation:
-    return ValueOperation(layers, backward, along)
+def _operation(layers: int, backward: bool, groups: bool, along: bool = False) -> ValueOperation:
+    return ValueOperation(layers, backward, groups, along)
 
 
 _arguments = arguments_of(_Signature)
@@ -265,7 +268,7 @@ class Values:
             return None
         arrays, sizes, hidden, networks = found
         _, _, guard, backend = how
-        operation = _operation(len(weights), grad is not None)
+        operation = _operation(len(weights), grad is not None, half_networks.GROUPS)
         operands = x, *weights, *own
         if grad is None:
             flags: Any = (guard, False, 0)
@@ -306,7 +309,7 @@ class Values:
             length = (networks, sizes.flat) if networks else sizes.flat
             flags: Any = (how[2], moves, length) if back else (how[2], False, 0)
             given = x, *weights, *own, x_dot, *((grad,) if back else ())
-            operation = _operation(len(weights), back, True)
+            operation = _operation(len(weights), back, half_networks.GROUPS, True)
             found = run(operation, given, hidden, flags, (), None, how[3], _arguments)
             made[back] = _groups(found, sizes, own, arrays, needs) if back else found
         if grad is None:

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 #: Whether one kernel runs a network that it can run; else its layers do.
 ENABLED = os.environ.get("NUMFUSE_CUDA_NETWORKS") != "0"
-#: Whether it also runs those of 16-bit types. No GPU has run these kernels yet, only the simulator
-#: and the model of the machine, so a GPU gets them where the environment asks for them.
-HALF = os.environ.get("NUMFUSE_CUDA_NETWORKS") == "half"
+#: Whether it also runs those of 16-bit types.
+HALF = True
 
 #: Networks of a call at most: the blocks of a grid along y.
 _MOST_NETWORKS = (1 << 16) - 1

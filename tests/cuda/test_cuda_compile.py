@@ -228,7 +228,7 @@ def many(info, dtype, k, backward, keep=True):
 
 
 def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER, precision="ieee",
-            several=(), along=False):  # fmt: skip
+            several=(), along=False, activation="tanh"):  # fmt: skip
     """A network's jet of two directions and one second derivative, or its value.
 
     A backward of the value makes the gradient by the points, too. `several` is the axis of
@@ -251,7 +251,7 @@ def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER, precisi
         device=SimpleNamespace(info=info), constant=lambda x: 4096, fresh=view,
         launches=lambda launches, at, work=0: made.extend(launches), precision=precision,
     )  # fmt: skip
-    every = (ACT["tanh"],) * (len(widths) - 2) + (ACT["none"],)
+    every = (ACT[activation],) * (len(widths) - 2) + (ACT["none"],)
     form = np.eye(2), np.ones((1, 2)), bytes([1, 0]), 1
     if not jet:
         form = np.zeros((int(along), widths[0])), None, b"", 0
@@ -587,8 +587,7 @@ CASES = [
              network(dtype, widths, backward, jet=False, info=info), info,
              (f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", "ldmatrix"))
         for dtype, kind, widths, info, where, backward in (
-            ("bfloat16", "bf16", (64, 64, 64, 64, 64), HOPPER, "H200", False),
-            ("bfloat16", "bf16", (64, 64, 64, 64, 64), HOPPER, "H200", True),
+            ("bfloat16", "bf16", (64, 64, 64, 64, 64), AMPERE, "A100", False),
             ("float16", "f16", (64, 64, 64, 64), AMPERE, "A100", True),
         )
     ],
@@ -616,9 +615,18 @@ CASES = [
              network(dtype, (2, *[64] * 4, 1), True, jet=False, along=True), HOPPER)
         for dtype in ("float32", "float64")
     ],
-    Case("network's value bfloat16 128, forward",
-         network("bfloat16", (64, 128, 128, 128, 64), False, jet=False), HOPPER,
-         ("mma.sync.aligned.m16n8k16", "ld.global.v4")),
+    *[
+        Case(f"network's value {dtype} {widths}, {activation}, warp groups",
+             network(dtype, widths, backward, jet=False, activation=activation), HOPPER,
+             ("wgmma.mma_async", *instructions))
+        for dtype, widths, activation, backward, instructions in (
+            ("bfloat16", (64,) * 4, "relu", False, ("m64n64k16.f32.bf16.bf16", "cvt.rn.relu")),
+            ("bfloat16", (64, 128, 128, 128, 64), "tanh", False, ("m64n128k16", "ld.global.v4")),
+            ("bfloat16", (64,) * 5, "tanh", True, ("m64n72k16", "stmatrix", "cp.async.cg")),
+            ("float16", (64,) * 6, "relu", True, ("m64n72k16.f32.f16.f16", "set.gt.f16x2")),
+            ("bfloat16", (3, 64, 64, 64, 1), "relu", True, ("m64n8k16", "mul.rn.bf16x2")),
+        )
+    ],
     # no instruction rounds to bfloat16 there, and passes by 16 bytes have no other way
     Case("gate backward bf16, T4", (gate(TURING, "bfloat16", "silu", backward=True),), TURING),
     Case("rows bf16, T4", (by_rows(TURING, "bfloat16", True),), TURING),

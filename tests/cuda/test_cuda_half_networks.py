@@ -21,8 +21,9 @@ try:
     from cuda_devices import ADA, AMPERE, HOPPER, TURING
     from cuda_machine import Machine
 
+    from numfuse.backends.cuda.plan import half_networks
+    from numfuse.backends.cuda.plan.group_sizes import group_sizes_of, half_sizes_of
     from numfuse.backends.cuda.plan.half_networks import half_network
-    from numfuse.backends.cuda.plan.half_sizes import half_sizes_of
     from numfuse.backends.cuda.plan.program import View
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -67,6 +68,7 @@ class Case:
         self.empty = lambda m, n: self.laid(np.full((m, n), np.nan, self.dtype), layout)
         self.networks = ()
         self.info = replace(HOPPER, multiprocessors=2)
+        self.kernels = set()
 
     @staticmethod
     def laid(x, layout):
@@ -131,10 +133,11 @@ class Case:
 
         work = np.full(1 << 16, 255, np.uint8)
         owners = [x if x.base is None else x.base for x in arrays.values()]
-        machine = Machine([*owners, work], ACTIVATE=activate)
+        machine = Machine([*owners, work], ACTIVATE=activate, MEMORY=lambda: 0)
         for found, at in launches:
             places = {slot: arrays[names[b]].ctypes.data + o for slot, (b, o) in at.items()}
             for launch in found:
+                self.kernels.add(launch.kernel.name)
                 machine.run(launch, work=work.ctypes.data, **places)
         return made
 
@@ -192,6 +195,67 @@ class Case:
             found = wide(made["flat"][bias_at : bias_at + d_bias.size])
             bound = e_bias + unit * (np.abs(d_bias) + e_bias) + TINY
             assert (np.abs(found - d_bias) <= bound).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "widths, points, dtype, activation, layout",
+    [
+        ((64, 64, 64, 64), 150, "bfloat16", "relu", "rows"),
+        # (warp groups share a tile, and the cotangents of one tile are there at a time)
+        ((64,) * 6, 130, "bfloat16", "relu", "rows"),
+        ((3, 64, 64, 1), 200, "bfloat16", "tanh", "rows"),
+        ((20, 50, 33, 5), 70, "float16", "relu", "strided"),
+        ((16, 32, 32, 16), 130, "float16", "tanh", "rows"),
+        ((48, 40, 64, 56), 66, "bfloat16", "tanh", "rows"),
+        ((32, 64, 20), 63, "float16", "relu", "reversed"),
+    ],
+)
+def test_warp_groups_take_64_rows_through_all_layers(widths, points, dtype, activation, layout):
+    """Guards: wgmma's factors in shared memory and in registers, and what pads them."""
+    case = Case(widths, points, dtype, layout=layout)
+    case.check(activation)
+    inner = 32 if max(widths[1:-1]) <= 32 else 64
+    back = f"network backward wgmma {dtype} {inner}"
+    assert case.kernels >= {f"network wgmma {dtype} {inner}", back}
+
+
+@pytest.mark.long
+def test_columns_one_by_one_are_those_of_a_warp_where_they_are_many():
+    """Guards: values that a backward loads one by one are registers; for many it goes by warps."""
+    case = Case((64, 64, 64), 40, layout="columns")
+    case.check()
+    assert case.kernels >= {"network wgmma bfloat16 64", "network backward bfloat16 64"}
+
+
+@pytest.mark.long
+def test_128_columns_go_forward_by_warp_groups():
+    case = Case((64, 128, 100, 48), 70, "float16")
+    u, e = case.truth("relu")[0]
+    assert (np.abs(wide(case.run(False, "relu")["u"]) - u) <= e).all()
+    assert case.kernels == {"network wgmma float16 128"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "widths, points, dtype, activation, layout",
+    [
+        ((64, 128, 128, 64), 150, "bfloat16", "relu", "rows"),
+        ((20, 100, 120, 40), 70, "float16", "tanh", "strided"),
+    ],
+)
+def test_128_columns_go_back_through_shared_memory(widths, points, dtype, activation, layout):
+    case = Case(widths, points, dtype, layout=layout)
+    case.check(activation)
+    assert f"network backward wgmma {dtype} 128" in case.kernels
+
+
+@pytest.mark.long
+def test_the_kernels_of_older_gpus_run_on_hopper_where_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr(half_networks, "GROUPS", False)
+    case = Case((16, 32, 32, 16), 40)
+    case.check("relu")
+    assert not any("wgmma" in name for name in case.kernels)
 
 
 @pytest.mark.long
@@ -269,6 +333,31 @@ def test_several_networks_are_rows_of_the_grid(shared):
         case.verify({"u": value["u"][i]}, {name: y[i] for name, y in made.items()})
 
 
+def test_warp_groups_that_fit():
+    """Guards: what is planned for Hopper fits a block's shared memory and a thread's registers."""
+    found = {}
+    for widths in ((64,) * 3, (64,) * 4, (64,) * 6, (3, 64, 64, 64, 1), (32,) * 5, (64, 128, 64)):
+        for backward in (False, True):
+            padded = tuple(
+                -(-max(own) // 16) * 16 for own in (widths[:1], widths[1:-1], widths[-1:])
+            )
+            s = group_sizes_of(HOPPER, widths, padded, backward)
+            found[widths, backward] = s
+            if s is not None:
+                assert s.taken <= HOPPER.shared_per_block and s.warps <= 32
+                used = s.totals + s.sums if backward else s.sums
+                assert used * 32 * s.warps < 65536
+                made = sorted(layer for layers in s.tasks for layer in layers)
+                assert made == list(range(s.count))
+    assert [s is None for s in found.values()] == [False] * 11 + [True]
+    assert not found[(64,) * 4, True].shared and found[(64,) * 6, True].shared
+    assert group_sizes_of(AMPERE, (64,) * 4, (64,) * 3, False) is None
+    wide_ones = half_sizes_of(HOPPER, "bfloat16", (64, 128, 128, 64), True)
+    assert wide_ones.taken <= HOPPER.shared_per_block
+    assert wide_ones.totals_at == (0, 32, 96) and wide_ones.totals == 128
+    assert half_sizes_of(AMPERE, "bfloat16", (64, 128, 128, 64), True) is None
+
+
 def test_networks_that_fit_and_those_that_do_not():
     """Guards: what is refused goes by layers, and what is planned fits the device."""
     found = {}
@@ -278,9 +367,8 @@ def test_networks_that_fit_and_those_that_do_not():
                 s = half_sizes_of(info, "bfloat16", widths, backward)
                 found[info.name, widths, backward] = s is not None
                 if s is not None:
-                    taken = s.factors[2] if backward else s.places[2]
-                    assert taken <= info.shared_per_block
-                    assert (taken + 1024) * s.resident <= info.shared_per_multiprocessor
+                    assert s.taken <= info.shared_per_block
+                    assert (s.taken + 1024) * s.resident <= info.shared_per_multiprocessor
                     assert 32 * s.warps * s.resident <= 2048 and (s.rows > 0) == backward
     assert not any(y for (name, _, _), y in found.items() if name == "T4")
     assert all(found["H200", (64,) * 6, back] for back in (False, True))

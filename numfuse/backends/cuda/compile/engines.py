@@ -6,6 +6,7 @@ Each intrinsic is a line of PTX (`intrinsics`), with its section of the PTX ISA 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from numfuse.backends.cuda.compile.intrinsics import (
@@ -56,14 +57,25 @@ map_prefetch = instruction("prefetch.tensormap [$0];", "", "l")
 store_commit = instruction("cp.async.bulk.commit_group;")
 store_wait_read0 = instruction("cp.async.bulk.wait_group.read 0;")
 store_wait_read1 = instruction("cp.async.bulk.wait_group.read 1;")
+#: 9.7.9.15, prefetch: the line of an address is brought to the second-level cache
+line_prefetch = instruction("prefetch.global.L2 [$0];", "", "l")
 #: 9.7.13.4, fence.proxy: what this thread wrote to shared memory is visible to the copy engine
 copy_fence = instruction("fence.proxy.async.shared::cta;")
 
+
 # --- matrices of a warp ---------------------------------------------------------------------------
-#: 9.7.14.5.16, stmatrix: four 8 x 8 matrices of 16-bit values; lane l holds the address of row
-#: l % 8 of matrix l // 8
-matrix_store = instruction(
-    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "", "rrrrr", "convergent"
+def store_matrix(builder: Any, address: Any, words: Sequence[Any]) -> None:
+    """stmatrix.x4 (9.7.14.5.16): four 8 x 8 matrices of 16-bit values.
+
+    Lane l gives the address of row l % 8 of matrix l // 8.
+    """
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    emit(builder, text, "", "rrrrr", [address, *words], "convergent")
+
+
+#: `store_matrix`
+matrix_store = intrinsic_of(
+    "matrix_store", "", "rrrrr", lambda builder, at, *words: store_matrix(builder, at, words)
 )
 
 
@@ -148,19 +160,26 @@ _SUMS = {"s8": ("s32", I32, "r")}
 _FLOATS = "f32", F32, "f"
 
 
+#: Registers of an array that an instruction reads and writes: the array, the first one, how many.
+Registers = tuple[Any, int, int]
+
+
 def _tied(
-    builder: Any, text: str, array: Any, count: int, kind: str, more: Sequence[Any] = ()
+    builder: Any, text: str, parts: Sequence[Registers], kind: str, more: Sequence[Any] = ()
 ) -> None:
-    """Emit `text`, which reads and writes `count` elements of an array, and reads words `more`."""
+    """Emit `text`, which reads and writes parts of arrays in this order, and reads words `more`."""
     _, value, letter = _SUMS.get(kind, _FLOATS)
+    count = sum(n for _, _, n in parts)
     results = ir.LiteralStructType([value] * count)
     function = ir.FunctionType(results, [value] * count + [I32] * len(more))
     constraints = [f"={letter}"] * count + [str(i) for i in range(count)] + ["r"] * len(more)
     assembly = ir.InlineAsm(function, text, ",".join([*constraints, "~{memory}"]), side_effect=True)
-    values = read_registers(builder, array, 0, count)
+    values = [y for array, first, n in parts for y in read_registers(builder, array, first, n)]
     made = builder.call(assembly, [*values, *more], attrs=("convergent",))
     found = [builder.extract_value(made, i) for i in range(count)]
-    write_registers(builder, array, 0, found)
+    for array, first, n in parts:
+        write_registers(builder, array, first, found[:n])
+        found = found[n:]
 
 
 def multiply(
@@ -212,9 +231,127 @@ def multiply(
 
     def body(builder: Any, acc: Any, x: Any, y: Any, add: Any) -> None:
         words = [builder.trunc(x, I32), builder.trunc(y, I32), builder.zext(add, I32)]
-        _tied(builder, text, acc, count, kind, words)
+        _tied(builder, text, [(acc, 0, count)], kind, words)
 
     return intrinsic_of("multiply", text, "allp", body)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of `group_product` in shared memory: how its descriptors are made."""
+
+    #: Whether K is not its contiguous axis.
+    turned: bool
+    #: Bytes from where it begins to the K of each instruction.
+    steps: tuple[int, ...]
+    #: The upper word of its descriptors.
+    high: int
+
+
+@dataclass(frozen=True)
+class GroupProduct:
+    """sums (+)= X Y of a warp group's 64 rows, by wgmma.mma_async.m64nNk16 (9.7.15.5)."""
+
+    columns: int
+    #: X: None where it is in registers, four words for each instruction, which are fragments as
+    #: those of mma.m16n8k16.
+    left: Factor | None
+    right: Factor
+    #: Whether it is added to what the sums are before; else they begin with 0.
+    added: bool
+
+    @property
+    def sums(self) -> int:
+        """Return how many sums a thread has."""
+        return self.columns // 2
+
+    @property
+    def words(self) -> int:
+        """Return the words that stand for X: registers, or the lower one of its descriptor."""
+        return 4 * len(self.right.steps) if self.left is None else 1
+
+    def lines(self, kind: str, first: int, word: int) -> list[str]:
+        """Return the instructions: sums are operands from `first`, words of X, then Y, from `word`.
+
+        `kind`: "bf16" or "f16".
+        """
+        sums = ", ".join(f"${first + i}" for i in range(self.sums))
+        found = [f"setp.ne.b32 p, {int(self.added)}, 0;"]
+        for step, y_step in enumerate(self.right.steps):
+            if step == 1:
+                found.append("setp.eq.b32 p, 0, 0;")
+            found.append(f"add.s32 w, ${word + self.words}, {y_step >> 4};")
+            found.append(f"mov.b64 dy, {{w, {self.right.high}}};")
+            bits = f", {int(self.right.turned)}"
+            if self.left is None:
+                own = ", ".join(f"${word + 4 * step + i}" for i in range(4))
+                x = f"{{{own}}}"
+            else:
+                found.append(f"add.s32 w, ${word}, {self.left.steps[step] >> 4};")
+                found.append(f"mov.b64 dx, {{w, {self.left.high}}};")
+                x, bits = "dx", f", {int(self.left.turned)}{bits}"
+            found.append(
+                f"wgmma.mma_async.sync.aligned.m64n{self.columns}k16.f32.{kind}.{kind}"
+                f" {{{sums}}}, {x}, dy, p, 1, 1{bits};"
+            )
+        return found
+
+
+def _group_text(kind: str, products: Sequence[tuple[GroupProduct, int]], count: int) -> str:
+    """Return one group of instructions for products, and the wait for it.
+
+    Each product goes with the first of its sums, of which there are `count`. Nothing is in flight
+    behind the text: ptxas lets no register of it be touched there, and waits itself where it does
+    not see that.
+    """
+    lines = [
+        "{ .reg .pred p; .reg .b32 w; .reg .b64 dx, dy;",
+        # 9.7.15.7.1: orders the registers' last use before the tensor cores'
+        "wgmma.fence.sync.aligned;",
+    ]
+    word = 2 * count
+    for p, first in products:
+        lines += p.lines(kind, first, word)
+        word += p.words + 1
+    # 9.7.15.7.2; 9.7.15.7.3
+    ends = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"
+    return "\n".join([*lines, *ends])
+
+
+def group_product(kind: str, p: GroupProduct) -> Any:
+    """``multiply(sums, x, y)``: a product, which is waited for.
+
+    x is an array of words, or the lower word of the descriptor; y is that of Y's.
+    """
+    text = _group_text(kind, [(p, 0)], p.sums)
+
+    def body(builder: Any, sums: Any, x: Any, y: Any) -> None:
+        given = read_registers(builder, x, 0, p.words) if p.left is None else [x]
+        _tied(builder, text, [(sums, 0, p.sums)], kind, [*given, y])
+
+    return intrinsic_of("group_product", text, "aar" if p.left is None else "arr", body)
+
+
+def group_products(
+    kind: str,
+    products: Sequence[tuple[GroupProduct, int]],
+    others: Sequence[tuple[GroupProduct, int]],
+) -> Any:
+    """``multiply(sums, first, more, second, words)``: products that are waited for together.
+
+    Each of `products` has its sums in `sums`, from the one that it goes with behind the `first`;
+    `others` in `more`, behind the `second`. Words are the lower ones of X's and Y's descriptors, of
+    one product after the other.
+    """
+    count, extra = (max(at + p.sums for p, at in own) for own in (products, others))
+    every = [*products, *((p, count + at) for p, at in others)]
+    text = _group_text(kind, every, count + extra)
+
+    def body(builder: Any, sums: Any, first: int, more: Any, second: int, words: Any) -> None:
+        given = read_registers(builder, words, 0, 2 * len(every))
+        _tied(builder, text, [(sums, first, count), (more, second, extra)], kind, given)
+
+    return intrinsic_of("group_products", text, "anana", body)
 
 
 def multiply_wait(count: int, kind: str) -> Any:
@@ -222,6 +359,6 @@ def multiply_wait(count: int, kind: str) -> Any:
     text = "wgmma.wait_group.sync.aligned 0;"
 
     def body(builder: Any, acc: Any) -> None:
-        _tied(builder, text, acc, count, kind)
+        _tied(builder, text, [(acc, 0, count)], kind)
 
     return intrinsic_of("multiply_wait", f"{text} {count} {kind}", "a", body)

@@ -15,6 +15,8 @@
 - `network_stream`, `network_copies`: its weights in slices, through a ring, and the copies of these
 - `network_half`, `network_half_backward`, `network_fragments`: a network's value in 16 bits, its
   gradients, and the products of warps whose rows stay in registers
+- `network_groups`, `network_groups_backward`, `network_wide_backward`, `network_panels`: these by
+  warp groups with wgmma, and its factors in shared memory
 - `planes`: the parts of a sum over K that is cut, and the epilogue behind them
 - `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
 """

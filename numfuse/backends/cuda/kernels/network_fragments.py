@@ -105,6 +105,11 @@ def place_of_columns(lane, pitch):
     return (((lane >> 4) * 8 + (lane & 7)) * pitch + ((lane >> 3) & 1) * 8) * 2
 
 
+def padded_place(p, q, down, across):
+    """Return where a value of a right factor lies in memory, in bytes."""
+    return (p * (across + 8) + q) * 2
+
+
 # --- words of two values --------------------------------------------------------------------------
 def _half_of(builder, word, dtype, high):
     """Return the lower or the higher value of a word as a float32."""
@@ -178,6 +183,24 @@ def store_words(count: int) -> Any:
     return intrinsic_of("store_words", str(count), "lan", body)
 
 
+def _load_bits(builder, address):
+    return builder.zext(read_vector(builder, address, 0, I16, 1, GLOBAL)[0], I32)
+
+
+def _word_of(builder, low, high):
+    return builder.add(low, builder.shl(high, I32(16)))
+
+
+def _poke_bits(builder, at, value):
+    write_vector(builder, at, 0, [builder.trunc(value, I16)])
+
+
+#: The 16 bits at an address; these to shared memory; a word of two of them.
+load_bits = intrinsic_of("load_bits", "", "l", _load_bits, "r")
+poke_bits = intrinsic_of("poke_bits", "", "rr", _poke_bits)
+word_of = intrinsic_of("word_of", "", "rr", _word_of, "r")
+
+
 # --- accesses without a branch --------------------------------------------------------------------
 def _word_if(builder, condition, word):
     return builder.select(condition, word, I32(0))
@@ -201,6 +224,8 @@ def store_half_if(high: bool) -> Any:
     return intrinsic_of("store_half_if", str(high), "lrp", body)
 
 
+#: ``store(address, word, condition)``: a word.
+store_word_if = instruction(f"{_STORE_IF}b32 [$0], $1; }}", "", "lrp")
 #: ``store(address, value, condition)``: a float32.
 store_real_if = instruction(f"{_STORE_IF}f32 [$0], $1; }}", "", "lfp")
 

@@ -20,10 +20,12 @@ from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.network_fragments import (
+    load_bits,
     peek_reals,
     place_of_rows,
     poke_real,
     word_if,
+    word_of,
 )
 from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_layer
 from numfuse.backends.cuda.kernels.network_passes import width_of
@@ -65,7 +67,7 @@ def bring(to, t, layer, held, shape, padded, turned):
             near = i - far * along
             p = far + (near - far) * turned
             q = near + (far - near) * turned
-            POKE_HALF(to + (p * (across + 8) + q) * 2, held[v])
+            POKE_HALF(to + PLACE_OF(p, q, down, across), held[v])
     for q in range(t, across, THREADS):
         n = column_of(q, out_pairs)
         value = ZERO
@@ -86,32 +88,48 @@ def prepare(memory, t, layers: Layers, steps: Steps, held):
 
 # --- rows of x and of the result ------------------------------------------------------------------
 # What follows is bound once for x and once for the result (SIDE): see `plan.half_networks`.
-def fetch(found, lane, x: Rows, first, count):
-    """Bring a warp's rows, from `first` on, to its registers; 0 behind the last of `count` rows.
+def load_rows(raw, lane, x: Rows, first, count):
+    """Load a warp's rows, from `first` on, as they lie in memory: nothing waits for them here.
 
-    What is not there is read as its neighbour, and not used: there is no branch.
+    What is not there is read as its neighbour: there is no branch.
     """
     for i in unrolled(PIECES):
         for r in unrolled(2):
             row = first + (16 * i + 8 * r) + (lane >> 2)
-            there = row < count
             begin = x.address + least(row, count - 1) * (x.row * 2)
             for group in unrolled(SIDE_WIDTH // (8 * SIDE_PAIRS)):
                 column = group * (8 * SIDE_PAIRS) + (lane & 3) * (2 * SIDE_PAIRS)
                 if WIDE:
                     words = LOAD_WORDS(begin + column * 2)
                 for j in unrolled(SIDE_PAIRS):
+                    AT = (2 * i + r) * (SIDE_WIDTH // 8) + group * SIDE_PAIRS + j
+                    if WIDE:
+                        raw[AT] = words[j]
+                    else:
+                        n = column + 2 * j
+                        step = x.column * 2
+                        raw[2 * AT] = load_bits(begin + least(n, SIDE_COLUMNS - 1) * step)
+                        raw[2 * AT + 1] = load_bits(begin + least(n + 1, SIDE_COLUMNS - 1) * step)
+
+
+def place_rows(found, raw, lane, first, count):
+    """Make fragments of the rows that `load_rows` loaded; 0 behind the last of `count` rows."""
+    for i in unrolled(PIECES):
+        for r in unrolled(2):
+            there = first + (16 * i + 8 * r) + (lane >> 2) < count
+            for group in unrolled(SIDE_WIDTH // (8 * SIDE_PAIRS)):
+                column = group * (8 * SIDE_PAIRS) + (lane & 3) * (2 * SIDE_PAIRS)
+                for j in unrolled(SIDE_PAIRS):
+                    FROM = (2 * i + r) * (SIDE_WIDTH // 8) + group * SIDE_PAIRS + j
                     PLACE = SIDE_PAIRS * group + j
                     AT = (i * (SIDE_WIDTH // 16) + PLACE // 2) * 4 + PLACE % 2 * 2 + r
                     if WIDE:
-                        found[AT] = word_if(there, words[j])
+                        found[AT] = word_if(there, raw[FROM])
                     else:
                         n = column + 2 * j
-                        low = LOAD(begin, least(n, SIDE_COLUMNS - 1) * x.column)
-                        high = LOAD(begin, least(n + 1, SIDE_COLUMNS - 1) * x.column)
-                        low = select(n < SIDE_COLUMNS, low, ZERO)
-                        high = select(n + 1 < SIDE_COLUMNS, high, ZERO)
-                        found[AT] = word_if(there, PACK(low, high))
+                        low = word_if(both(there, n < SIDE_COLUMNS), raw[2 * FROM])
+                        high = word_if(both(there, n + 1 < SIDE_COLUMNS), raw[2 * FROM + 1])
+                        found[AT] = word_of(low, high)
 
 
 def put(words, lane, out: Rows, first, count, column):
@@ -201,6 +219,7 @@ def forward(x: Rows, layers: Layers, steps: Steps, out: Rows, count):
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     held = cuda.local.array(HELD, REAL)
     sums = cuda.local.array(PIECES * 8, REAL)
+    raw = cuda.local.array(RAW_POINTS, WORD)
     given = cuda.local.array(PIECES * (IN_WIDTH // 4), WORD)
     left = cuda.local.array(PIECES * (WIDTH // 4), WORD)
     made = cuda.local.array(PIECES * (WIDTH // 4), WORD)
@@ -218,9 +237,17 @@ def forward(x: Rows, layers: Layers, steps: Steps, out: Rows, count):
     near = (lane & 3) * 2
     bias = memory + BIAS_AT[0] + near * 4
     first = (cuda.grid(1) >> 5) * (16 * PIECES)
+    step = (cuda.gridsize(1) >> 5) * (16 * PIECES)
+    if POINTS_AHEAD:
+        LOAD_POINTS(raw, lane, own, first, count)
     while first < count:
-        FETCH_POINTS(given, lane, own, first, count)
+        if not POINTS_AHEAD:
+            LOAD_POINTS(raw, lane, own, first, count)
+        PLACE_POINTS(given, raw, lane, first, count)
         hidden(sums, given, left, made, head, bias, near, width_of(0), True)
+        if POINTS_AHEAD:
+            # (the next rows are on their way while these go through the other layers)
+            LOAD_POINTS(raw, lane, own, first + step, count)
         for layer in range(1, COUNT - 1):
             for i in unrolled(PIECES * (WIDTH // 4)):
                 left[i] = made[i]
@@ -229,7 +256,7 @@ def forward(x: Rows, layers: Layers, steps: Steps, out: Rows, count):
             hidden(sums, given, left, made, inner + at, begin, near, width_of(layer), False)
         last = bias + (COUNT - 1) * (WIDTH * 4)
         write_results(sums, made, words, lane, tail, last, to, first, count)
-        first += (cuda.gridsize(1) >> 5) * (16 * PIECES)
+        first += step
 
 
 #: Strides are in elements.

@@ -111,7 +111,7 @@ def write_points_gradient(sums, made, words, lane, weights, d_x: Rows, first, co
                         word = PACK(sums[AT], sums[AT + 1])
                         words[(i * 2 + r) * IN_PAIRS + 2 * pair + h] = word
         column = group * (8 * IN_PAIRS) + (lane & 3) * (2 * IN_PAIRS)
-        PUT_POINTS(words, lane, d_x, first, count, column)
+        PUT_MOVED(words, lane, d_x, first, count, column)
 
 
 def clear_rows(memory, lane, row, end):
@@ -215,6 +215,8 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     held = cuda.local.array(HELD, REAL)
     sums = cuda.local.array(PIECES * 8, REAL)
+    raw = cuda.local.array(RAW_POINTS, WORD)
+    raw_tail = cuda.local.array(RAW_RESULTS, WORD)
     given = cuda.local.array(PIECES * (IN_WIDTH // 4), WORD)
     tail = cuda.local.array(PIECES * (OUT_WIDTH // 4), WORD)
     left = cuda.local.array(PIECES * (WIDTH // 4), WORD)
@@ -247,8 +249,10 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
         own = warp * (16 * PIECES)
         while own < there:
             end = first + there
-            FETCH_POINTS(given, lane, points, first + own, end)
-            FETCH_COTANGENTS(tail, lane, cotangents, first + own, end)
+            LOAD_POINTS(raw, lane, points, first + own, end)
+            LOAD_RESULTS(raw_tail, lane, cotangents, first + own, end)
+            PLACE_POINTS(given, raw, lane, first + own, end)
+            PLACE_RESULTS(tail, raw_tail, lane, first + own, end)
             at = memory + (own + g) * ((IN_WIDTH + 8) * 2) + s * 4
             leave_points(at + LEFT_AT[0], given)
             at = memory + (own + g) * ((OUT_WIDTH + 8) * 2) + s * 4

@@ -6,11 +6,13 @@ and a last layer that is a product alone.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from numfuse import epilogues
+from numfuse.activations import get
 from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.intrinsics import HALVES, block_barrier, shared_address
 from numfuse.backends.cuda.compile.toolchain import types
@@ -18,11 +20,37 @@ from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
 from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels import network_fragments as fragments
 from numfuse.backends.cuda.kernels.elementwise import formula
-from numfuse.backends.cuda.kernels.network_half import HALF_FORWARD, fetch, forward, put
+from numfuse.backends.cuda.kernels.network_groups import GROUP_FORWARD
+from numfuse.backends.cuda.kernels.network_groups import forward as group_forward
+from numfuse.backends.cuda.kernels.network_groups_backward import GROUP_BACKWARD
+from numfuse.backends.cuda.kernels.network_groups_backward import backward as group_backward
+from numfuse.backends.cuda.kernels.network_half import (
+    HALF_FORWARD,
+    forward,
+    load_rows,
+    place_rows,
+    put,
+)
 from numfuse.backends.cuda.kernels.network_half_backward import HALF_BACKWARD, backward
-from numfuse.backends.cuda.plan.half_sizes import HalfSizes, half_sizes_of, pairs_of
+from numfuse.backends.cuda.kernels.network_wide_backward import WIDE_BACKWARD
+from numfuse.backends.cuda.kernels.network_wide_backward import backward as wide_backward
+from numfuse.backends.cuda.plan.group_networks import (
+    fits,
+    group_back_bindings,
+    group_bindings,
+    group_rows,
+    moves_pairs,
+    wide_back_bindings,
+)
+from numfuse.backends.cuda.plan.group_sizes import (
+    GroupSizes,
+    WideSizes,
+    group_sizes_of,
+    half_sizes_of,
+)
+from numfuse.backends.cuda.plan.half_sizes import HalfSizes, pairs_of
 from numfuse.backends.cuda.plan.network_slots import Slots
-from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
 from numfuse.problem.operands import format_of
 
 if TYPE_CHECKING:
@@ -31,8 +59,13 @@ if TYPE_CHECKING:
     from numfuse.backends.cuda.plan.program import Recorder, View
     from numfuse.problem.networks import NetworkProblem
 
+#: Whether warp groups with wgmma run what they can on Hopper; else mma.sync does.
+GROUPS = os.environ.get("NUMFUSE_CUDA_NETWORKS") != "mma.sync"
 #: Values that a thread brings to shared memory together.
 _HELD = 8
+#: Registers of a thread for rows that are loaded a tile ahead, at most: two pieces of 16 rows with
+#: 64 columns, which are 32, spill with three blocks of 168.
+_AHEAD = 16
 
 
 def _value(activation: Activation) -> Any:
@@ -93,13 +126,17 @@ def _bindings(s: HalfSizes, dtype: str, turned: tuple[bool, ...]) -> dict[str, A
         "LOW": fragments.half_of(dtype, False),
         "HIGH": fragments.half_of(dtype, True),
         "POKE_HALF": fragments.poke_half(dtype),
+        "PLACE_OF": inlined(fragments.padded_place),
         "MULTIPLY_FIRST": product(chunks[0], inner),
         "MULTIPLY": product(chunks[1], inner),
     }
 
 
-def _side(template: Any, s: HalfSizes, dtype: str, x: View, padded: int) -> Any:
-    """Return how a warp reads or writes its rows of x, or of the result."""
+def side(end: str, s: HalfSizes, dtype: str, x: View, padded: int) -> dict[str, Any]:
+    """Return how a warp reads and writes its rows of x ("POINTS"), or of the result ("RESULTS").
+
+    They are loaded a tile ahead where that takes few registers.
+    """
     pairs, columns = pairs_of(padded), x.shape[-1]
     whole = padded == columns and x.strides[-1] == 1
     wide = whole and x.aligned(x.strides[:-1]) >= 4 * pairs
@@ -109,15 +146,19 @@ def _side(template: Any, s: HalfSizes, dtype: str, x: View, padded: int) -> Any:
         "SIDE_PAIRS": pairs,
         "SIDE_COLUMNS": columns,
         "WIDE": wide,
-        "ZERO": np.float32(0),
-        "PACK": HALVES[dtype][0],
-        "LOAD": elements.loads(dtype),
         "STORE_LOW": fragments.store_half_if(False),
         "STORE_HIGH": fragments.store_half_if(True),
         "LOAD_WORDS": fragments.load_words(pairs),
         "STORE_WORDS": fragments.store_words(pairs),
     }
-    return inlined(template, **names)
+    raw = s.pieces * padded // (4 if wide else 2)
+    return {
+        f"RAW_{end}": raw,
+        f"{end}_AHEAD": raw <= _AHEAD,
+        f"LOAD_{end}": inlined(load_rows, **names),
+        f"PLACE_{end}": inlined(place_rows, **names),
+        f"PUT_{end}": inlined(put, **names),
+    }
 
 
 def _back_bindings(s: HalfSizes, dtype: str) -> dict[str, Any]:
@@ -166,56 +207,106 @@ def _back_bindings(s: HalfSizes, dtype: str) -> dict[str, Any]:
     return found
 
 
+def _chosen(info: DeviceInfo, dtype: str, p: NetworkProblem, x: View, end: View) -> HalfSizes:
+    """Return how a network is run: by warp groups, where they take it."""
+    s = half_sizes_of(info, dtype, p.widths, p.backward)
+    assert s is not None and p.count
+    if isinstance(s, GroupSizes):  # there is no other way
+        return s
+    groups = group_sizes_of(info, s.widths, s.padded, p.backward) if GROUPS else None
+    if groups is None or (p.backward and not fits(x, end)):
+        return s
+    return groups
+
+
 def half_network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     """Record a network's value in 16 bits, or its gradients."""
     dtype, info = format_of(p.dtype), rec.device.info
-    s = half_sizes_of(info, dtype, p.widths, p.backward)
-    assert s is not None and p.count
     slots = Slots(bind)
+    x, end = slots.view("points"), slots.view("grad" if p.backward else "u")
+    s = _chosen(info, dtype, p, x, end)
     layers, turned = slots.layers(s.count)
     bindings = _bindings(s, dtype, turned)
-    first, inner, last = s.padded
-    x = slots.view("points")
-    bindings["FETCH_POINTS"] = _side(fetch, s, dtype, x, first)
-    given: dict[str, Any] = {"x": slots.rows("points"), "layers": layers, "count": p.count}
-    threads = 32 * s.warps
-    end = slots.view("grad" if p.backward else "u")
+    bindings |= side("POINTS", s, dtype, x, s.padded[0])
+    bindings |= side("RESULTS", s, dtype, end, s.padded[2])
     networks = end.shape[0] if len(end.shape) > 2 else 1
-    given["steps"] = slots.steps("grad" if p.backward else "u")
-    most = -(-s.resident * info.multiprocessors // networks)  # blocks of a network
-    if not p.backward:
-        bindings |= {
-            "MULTIPLY_LAST": fragments.product(dtype, s.pieces, inner // 16, last + 8, False),
-            "PUT_RESULTS": _side(put, s, dtype, end, last),
-            "ACTIVATE": _value(p.activation),
-        }
-        how: Any = {"threads": threads, "blocks": s.resident, "name": f"network {dtype} {inner}"}
-        made = kernel_of(forward, HALF_FORWARD, bindings, **how)
-        grid = min(most, -(-p.count // (threads // 2 * s.pieces)))
-        arguments = HALF_FORWARD(**given, out=slots.rows("u"))
-        rec.launches((Launch(made, (grid, networks, 1), arguments, s.places[2]),), slots.at)
-        return
-    moves = bind("d_points") is not None
-    d_x = slots.view("d_points") if moves else x
-    bindings |= _back_bindings(s, dtype) | {
-        "MOVES": moves,
-        "FETCH_COTANGENTS": _side(fetch, s, dtype, end, last),
-        "PUT_POINTS": _side(put, s, dtype, d_x, first),
-        "ACTIVATE": _value_and_slope(p.activation, p.guard),
+    given: dict[str, Any] = {
+        "x": slots.rows("points"),
+        "layers": layers,
+        "count": p.count,
+        "steps": slots.steps("grad" if p.backward else "u"),
     }
+    most = -(-s.resident * info.multiprocessors // networks)  # blocks of a network
+    how: Any = {"threads": 32 * s.warps, "blocks": s.resident}
+    record = _record_gradients if p.backward else _record_value
+    record(rec, p, s, slots, bindings, given, (most, networks), how)
+
+
+def _record_value(
+    rec: Recorder, p: NetworkProblem, s: HalfSizes, slots: Slots, bindings: dict[str, Any],
+    given: dict[str, Any], blocks: tuple[int, int], how: dict[str, Any],
+) -> None:  # fmt: skip
+    """Record a network's value; `blocks` are those of a network at most, and networks."""
+    dtype = format_of(p.dtype)
+    _, inner, last = s.padded
+    bindings["ACTIVATE"] = _value(p.activation)
+    kind, template, schema = "network", forward, HALF_FORWARD
+    rows = 16 * s.warps * s.pieces
+    if isinstance(s, GroupSizes):
+        bindings |= group_bindings(s, dtype, p.activation is get("relu"))
+        kind, template, schema = "network wgmma", group_forward, GROUP_FORWARD
+        how["feature"] = "a"
+    else:
+        last_product = fragments.product(dtype, s.pieces, inner // 16, last + 8, False)
+        bindings["MULTIPLY_LAST"] = last_product
+    made = kernel_of(template, schema, bindings, **how, name=f"{kind} {dtype} {inner}")
+    grid = min(blocks[0], -(-p.count // rows)), blocks[1], 1
+    launch = Launch(made, grid, schema(**given, out=slots.rows("u")), s.taken)
+    rec.launches((launch,), slots.at)
+
+
+def _record_gradients(
+    rec: Recorder, p: NetworkProblem, s: HalfSizes, slots: Slots, bindings: dict[str, Any],
+    given: dict[str, Any], blocks: tuple[int, int], how: dict[str, Any],
+) -> None:  # fmt: skip
+    """Record a network's gradients and the sum of what blocks, or warp groups, have made."""
+    dtype, info = format_of(p.dtype), rec.device.info
+    most, networks = blocks
+    moves = slots.bind("d_points") is not None
+    x, grad = slots.view("points"), slots.view("grad")
+    d_x = slots.view("d_points") if moves else x
+    bindings |= {"MOVES": moves, "ACTIVATE": _value_and_slope(p.activation, p.guard)}
     grid = min(most, -(-p.count // s.rows))
-    planes = rec.fresh((networks, grid, s.flat), "float32")
+    parts = grid
+    kind, template, schema = "network backward", backward, HALF_BACKWARD
+    if isinstance(s, GroupSizes):
+        bindings |= group_bindings(s, dtype, p.activation is get("relu"))
+        bindings["MOVES_PAIRS"] = moves_pairs(d_x)
+        bindings |= group_rows("POINTS", x, s.x_width)
+        bindings |= group_rows("COTANGENTS", grad, s.tail_width)
+        if isinstance(s, WideSizes):
+            bindings |= wide_back_bindings(s, dtype)
+            template, schema = wide_backward, WIDE_BACKWARD
+        else:
+            bindings |= group_back_bindings(s, dtype)
+            template, schema = group_backward, GROUP_BACKWARD
+        kind = "network backward wgmma"
+        how["feature"] = "a"
+        parts = grid if s.shared else grid * s.groups
+    else:
+        bindings |= _back_bindings(s, dtype)
+        bindings["PUT_MOVED"] = side("MOVED", s, dtype, d_x, s.padded[0])["PUT_MOVED"]
+    planes = rec.fresh((networks, parts, s.flat), "float32")
     given |= {
         "grad": slots.rows("grad"),
         "planes": slots.slot("planes", planes),
         "d_x": slots.rows("d_points"),
     }
-    how = {"threads": threads, "blocks": s.resident, "name": f"network backward {dtype} {inner}"}
-    made = kernel_of(backward, HALF_BACKWARD, bindings, **how)
-    arguments = HALF_BACKWARD(**given)
-    rec.launches((Launch(made, (grid, networks, 1), arguments, s.factors[2]),), slots.at)
+    made = kernel_of(template, schema, bindings, **how, name=f"{kind} {dtype} {s.padded[1]}")
+    launch = Launch(made, (grid, networks, 1), schema(**given), s.taken)
+    rec.launches((launch,), slots.at)
     flat = Operand(dtype, (s.flat, s.flat, 1), 2)
-    lengths = networks, grid, 1, s.flat
+    lengths = networks, parts, 1, s.flat
     launches, staged = joins.joins(info, "float32", Slot("planes"), flat, lengths, Slot("work"))
     at = {"planes": planes.at(), "out": slots.view("flat").at()}
     rec.launches(launches, at, staged)

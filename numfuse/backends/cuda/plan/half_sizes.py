@@ -106,6 +106,11 @@ class HalfSizes:
         return found[: self.count], found[self.count : -1]
 
     @property
+    def taken(self) -> int:
+        """Return the bytes of shared memory of a block."""
+        return self.factors[2] if self.rows else self.places[2]
+
+    @property
     def flat(self) -> int:
         """Return the values of all gradients: of weights, layer by layer, then of biases."""
         return sum(k * n for k, n in pairwise(self.widths)) + sum(self.widths[1:])
@@ -123,10 +128,10 @@ def _fits(info: DeviceInfo, taken: int, resident: int) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def half_sizes_of(
+def warp_sizes_of(
     info: DeviceInfo, dtype: str, widths: tuple[int, ...], backward: bool
 ) -> HalfSizes | None:
-    """Return how blocks run a network of these widths, from x to its result; None: none does."""
+    """Return how warps run a network of these widths, from x to its result; None: they do not."""
     count = len(widths) - 1
     if dtype not in HALF_DTYPES or info.capability < (8, 0) or not 2 <= count <= MOST_LAYERS:
         return None

@@ -1,0 +1,271 @@
+"""How warp groups run a whole network in 16 bits on Hopper (`group_networks`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.kernels.network_layers import MOST_LAYERS
+from numfuse.backends.cuda.kernels.network_panels import ALIGNED, CHUNK, GROUP_ROWS, box_of
+from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES, HalfSizes, warp_sizes_of
+from numfuse.backends.cuda.plan.product import DeviceInfo
+
+#: Columns of hidden layers: what is narrower, or between, pads more than mma.sync's pieces of 16.
+_FORWARD_WIDTHS, _BACK_WIDTHS = (32, 64, 128), (32, 64)
+#: ... of a backward whose rows go through shared memory, in panels of so many columns.
+_WIDE, _PANEL = 128, 64
+#: Columns of x and of the result at most.
+_ENDS, _BACK_ENDS = 128, 64
+#: Warp groups of a block at most.
+_GROUPS, _BACK_GROUPS = 6, 4
+#: ... that share a tile: the kernel has a product of gradients for each.
+_SHARING_GROUPS = 3
+#: Registers of a thread beside sums and rows: addresses, descriptors, what an activation needs.
+_OTHERS = 44
+#: Columns that the tensor cores add to a product at least: one of them is of ones.
+_ONES = 8
+
+
+@dataclass(frozen=True)
+class GroupSizes(HalfSizes):
+    """How warp groups run a network; places in shared memory are in bytes.
+
+    A group has `GROUP_ROWS` rows of its own at a time.
+    """
+
+    #: Whether a backward has room for the cotangents of two tiles.
+    tail_two: bool = False
+    #: Whether each group of a backward has the weights' gradients of some layers, of all rows.
+    shared: bool = False
+
+    @property
+    def groups(self) -> int:
+        return self.warps // 4
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return where each layer's weights begin, and each one's bias, and the end of them."""
+        pairs = zip(self.down, self.across, strict=True)
+        sizes = [*(k * n * 2 for k, n in pairs), *(n * 4 for n in self.across)]
+        *found, end = accumulate(sizes, initial=0)
+        return tuple(found[: self.count]), tuple(found[self.count :]), end
+
+    # --- of a backward: rows of x, of the cotangents, and of each hidden layer --------------------
+    @property
+    def x_width(self) -> int:
+        """Return the columns of x's rows in shared memory: one panel, or with room for the ones."""
+        own = self.widths[0]
+        if own % 16 == 0 and own != box_of(own):
+            return tiling.round_up(own + 1, 16)
+        return self.padded[0]
+
+    @property
+    def one_inside(self) -> bool:
+        """Return whether a column of ones is among those that pad x."""
+        return self.x_width > self.widths[0]
+
+    @property
+    def tail_width(self) -> int:
+        """Return the columns of the cotangents' rows: one panel, which is read several times."""
+        last = self.padded[2]
+        return last if last == box_of(last) else GROUP_ROWS
+
+    @property
+    def tile_bytes(self) -> int:
+        """Return the bytes of a hidden layer's rows."""
+        return GROUP_ROWS * self.padded[1] * 2
+
+    @property
+    def x_bytes(self) -> int:
+        return GROUP_ROWS * self.x_width * 2
+
+    @property
+    def tail_bytes(self) -> int:
+        return GROUP_ROWS * self.tail_width * 2
+
+    @property
+    def tail_at(self) -> int:
+        """Return where a group's cotangents begin: behind two tiles of x."""
+        return 2 * self.x_bytes
+
+    @property
+    def left_at(self) -> int:
+        """Return where what goes into the layers behind the first begins."""
+        return self.tail_at + (1 + self.tail_two) * self.tail_bytes
+
+    @property
+    def right_at(self) -> int:
+        """Return where the gradients by the hidden layers' sums begin."""
+        return self.left_at + (self.count - 1) * self.tile_bytes
+
+    @property
+    def group_bytes(self) -> int:
+        return self.right_at + (self.count - 1) * self.tile_bytes
+
+    @property
+    def groups_at(self) -> int:
+        return tiling.round_up(self.places[2], ALIGNED)
+
+    @property
+    def ones_at(self) -> int:
+        return self.groups_at + self.groups * self.group_bytes
+
+    @property
+    def ones_bytes(self) -> int:
+        return GROUP_ROWS * 2 * max(box_of(self.padded[1]), box_of(self.x_width))
+
+    @property
+    def taken(self) -> int:
+        return self.ones_at + self.ones_bytes if self.rows else self.places[2]
+
+    @property
+    def one_columns(self) -> tuple[int, ...]:
+        """Return which column of what goes into a layer is of ones."""
+        inner = self.padded[1]
+        first = self.widths[0] if self.one_inside else self.x_width
+        return first, *[inner] * (self.count - 1)
+
+    @property
+    def total_columns(self) -> tuple[int, ...]:
+        """Return the columns of each layer's sums of gradients, that of ones included."""
+        return tuple(tiling.round_up(n + 1, _ONES) for n in self.one_columns)
+
+    @property
+    def tasks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the layers whose gradients each group makes; all make all where none is shared."""
+        layers = range(self.count)
+        if not self.shared:
+            return (tuple(layers),)
+        each = -(-self.count // self.groups)
+        return tuple(tuple(layers[i : i + each]) for i in range(0, each * self.groups, each))
+
+    @property
+    def sources(self) -> int:
+        """Return of how many groups' rows a group makes gradients."""
+        return self.groups if self.shared else 1
+
+    @property
+    def totals_at(self) -> tuple[int, ...]:
+        """Return the first of each layer's sums among those of a thread that has them."""
+        found = []
+        for layers in self.tasks:
+            sizes = [self.total_columns[i] // 2 for i in layers]
+            found += [*accumulate(sizes, initial=0)][:-1]
+        return tuple(found)
+
+    @property
+    def totals(self) -> int:
+        """Return the sums of a thread, those of its rows left out."""
+        return max(sum(self.total_columns[i] // 2 for i in layers) for layers in self.tasks)
+
+    @property
+    def sums(self) -> int:
+        """Return the sums of a thread's rows in one product."""
+        return max(self.padded[:2]) // 2
+
+
+@dataclass(frozen=True)
+class WideSizes(GroupSizes):
+    """How two warp groups run the backward of a network of 128 columns.
+
+    Each makes half of every layer's gradients: of 64 columns of its sums, or of the last layer 64
+    rows.
+    """
+
+    @property
+    def x_width(self) -> int:
+        return self.padded[0]
+
+    @property
+    def one_inside(self) -> bool:
+        return False
+
+    @property
+    def tail_at(self) -> int:
+        return self.x_bytes
+
+    @property
+    def ones_bytes(self) -> int:
+        """Return the bytes of 16 rows of 16 columns, which are read again and again."""
+        return 512
+
+    @property
+    def total_columns(self) -> tuple[int, ...]:
+        return *self.down[:-1], _PANEL
+
+    @property
+    def totals_at(self) -> tuple[int, ...]:
+        return tuple(accumulate([n // 2 for n in self.total_columns], initial=0))[:-1]
+
+    @property
+    def totals(self) -> int:
+        return sum(self.total_columns) // 2
+
+    @property
+    def sums(self) -> int:
+        return max(_PANEL, self.padded[0]) // 2
+
+
+def wide_sizes_of(info: DeviceInfo, widths: tuple[int, ...]) -> GroupSizes | None:
+    """Return how warp groups make the gradients of a network of 128 columns; None: they do not."""
+    ends = widths[0], max(widths[1:-1], default=0), widths[-1]
+    padded: Any = tuple(tiling.round_up(n, CHUNK) for n in ends)
+    first, inner, last = padded
+    if info.capability[0] != 9 or inner != _WIDE or max(first, last) > _BACK_ENDS:
+        return None
+    made = WideSizes(widths, padded, 1, 8, 1, 2 * GROUP_ROWS, False, True)
+    ones = _ONES // 2 * made.count
+    return _first(info, [(made, made.totals + ones + made.sums + _PANEL // 4 + _OTHERS)])
+
+
+@functools.lru_cache(maxsize=256)
+def half_sizes_of(
+    info: DeviceInfo, dtype: str, widths: tuple[int, ...], backward: bool
+) -> HalfSizes | None:
+    """Return how blocks run a network of these widths, from x to its result; None: none does."""
+    if dtype not in HALF_DTYPES or not 2 <= len(widths) - 1 <= MOST_LAYERS or min(widths) < 1:
+        return None
+    found = warp_sizes_of(info, dtype, widths, backward)
+    return wide_sizes_of(info, widths) if found is None and backward else found
+
+
+def _registers(groups: int) -> int:
+    """Return the registers of a thread where so many groups are on a multiprocessor."""
+    return min(255, 65536 // (128 * groups) // 8 * 8)
+
+
+def _first(info: DeviceInfo, made: Sequence[tuple[GroupSizes, int]]) -> GroupSizes | None:
+    """Return the first of these that fits, each with the registers of a thread."""
+    for s, used in made:
+        if used <= _registers(s.groups) and s.taken <= info.shared_per_block:
+            return s
+    return None
+
+
+def group_sizes_of(
+    info: DeviceInfo, widths: tuple[int, ...], padded: tuple[int, int, int], backward: bool
+) -> GroupSizes | None:
+    """Return how warp groups run a network of these widths; None: they do not."""
+    first, inner, last = padded
+    if info.capability[0] != 9:
+        return None
+    if inner not in (_BACK_WIDTHS if backward else _FORWARD_WIDTHS):
+        return None
+    if max(first, last) > (_BACK_ENDS if backward else _ENDS):
+        return None
+    if not backward:
+        used = max(inner // 2 + inner // 4, inner // 4 + last // 2) + first // 4 + _OTHERS
+        found = [GroupSizes(widths, padded, 1, 4 * n, 1) for n in range(_GROUPS, 0, -1)]
+        return _first(info, [(s, used) for s in found])
+    kinds = [(n, False) for n in range(_BACK_GROUPS, 1, -1)]
+    kinds += [(n, True) for n in range(min(_SHARING_GROUPS, len(widths) - 1), 1, -1)]
+    found = [
+        GroupSizes(widths, padded, 1, 4 * n, 1, GROUP_ROWS * n, two, shared)
+        for n, shared in kinds
+        for two in (True, False)
+    ]
+    return _first(info, [(s, s.totals + s.sums + inner // 4 + _OTHERS) for s in found])
