@@ -36,14 +36,14 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
 from numfuse.backends.cuda.kernels.residues import tier as residues
 
 #: (dtype, M, K, N): aligned for the fast tiers, odd for their masks, deep for sums in parts, few
-#: rows of the kernels for these.
+#: rows of the kernels for these; and the members of a batch that share a block.
 CASES = (
     ("float32", 136, 72, 264), ("float32", 37, 29, 41), ("float32", 2048, 16, 24),
     ("float64", 136, 72, 72), ("float64", 37, 29, 41), ("bfloat16", 264, 136, 264),
     ("bfloat16", 37, 29, 41), ("bfloat16", 4096, 64, 64), ("float16", 136, 72, 136),
     ("float32", 3, 516, 520), ("float32", 19, 512, 516), ("float32", 40, 520, 544),
     ("float64", 5, 512, 520), ("float64", 13, 1030, 1031), ("float64", 50, 1024, 1032),
-    ("bfloat16", 65, 71, 69), ("float32", 65, 67, 129),
+    ("bfloat16", 65, 71, 69), ("float32", 65, 67, 129), ("float32", 7, 5, 9, 1100),
 )  # fmt: skip
 #: The same for float32 on tensor cores, and for float64 by integers: (precision, tolerance).
 PRECISIONS = {
@@ -107,9 +107,13 @@ def main() -> None:
     print("tiers:", ", ".join(sorted(tiers)))
 
 
-def small(name: str, m: int, k: int, n: int, rng: Any, tiers: set[str]) -> None:
-    """Check the functions of every order, in every precision; add the tiers that took them."""
-    operands = random_operands(rng, name, m, k, n)
+def small(name: str, m: int, k: int, n: int, *others: Any) -> None:
+    """Check the functions of every order, in every precision; add the tiers that took them.
+
+    `others` are the members of a batch, where there is one, the generator and the tiers.
+    """
+    *batch, rng, tiers = others
+    operands = random_operands(rng, name, m, k, n, *batch)
     wanted = results("reference", *operands, set())
     tolerance = {"float64": 1e-12, "float32": 1e-4}.get(name, 3e-2)
     compare(results("cuda", *operands, tiers), wanted, tolerance)
@@ -119,11 +123,11 @@ def small(name: str, m: int, k: int, n: int, rng: Any, tiers: set[str]) -> None:
     print(name, m, k, n, "done", flush=True)
 
 
-def random_operands(rng: Any, name: str, m: int, k: int, n: int) -> list[np.ndarray]:
+def random_operands(rng: Any, name: str, m: int, k: int, n: int, *batch: int) -> list[np.ndarray]:
     """Return a, b, bias and grad."""
     dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-    shapes = (m, k), (k, n), (n,), (m, n)
-    return [(rng.standard_normal(s) * s[0] ** -0.5).astype(dtype) for s in shapes]
+    shapes = (*batch, m, k), (*batch, k, n), (n,), (*batch, m, n)
+    return [(rng.standard_normal(s) * s[len(s) // 3] ** -0.5).astype(dtype) for s in shapes]
 
 
 def forced(tile: HopperTile, precision: Any, name: str, m: int, k: int, n: int, rng: Any) -> None:

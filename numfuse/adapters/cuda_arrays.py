@@ -107,6 +107,9 @@ class Torch(Kind):
         made = fits, kept._replace(program=None), weakref.ref(kept.program), ordinal
         self._known[key] = (made, *before)[:_FORMS]
 
+    def forget(self) -> None:
+        self._known.clear()
+
     def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         empty, where = self._torch.empty, self.device(ordinal)
         # A tensor like another one takes PyTorch half the time of one of a shape. The other one is

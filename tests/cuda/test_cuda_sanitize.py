@@ -43,9 +43,9 @@ class Recording:
         return types.SimpleNamespace(name=launch.kernel.name, table=launch.table)
 
 
-def recorders(info, precision, name, m, k, n):
+def recorders(info, precision, name, *sizes):
     """The recorded forward and backward of a case."""
-    a, b, bias, grad = script.random_operands(np.random.default_rng(0), name, m, k, n)
+    a, b, bias, grad = script.random_operands(np.random.default_rng(0), name, *sizes)
     forward = product.gemm(a, b, bias, GELU)
     backward = product.gemm_backward(grad, a, b, bias, GELU)
     for record, problem in ((lower.forward, forward), (lower.backward, backward)):

@@ -333,7 +333,7 @@ def _counts(
     slots = tile.resident * multiprocessors
     rounds = 0.5, 1, 0 if tile.chunk else 2, *(MORE_ROUNDS if k >= DEEP else ())
     wanted = {max(1, int(x * slots) // max(1, blocks)) for x in rounds}
-    found = {}
+    found: dict[tuple[int, int], None] = {}
     for number in wanted | {1}:
         length = round_up(-(-k // min(number, max(1, k // part))), tile.block_k)
         length, number = (length, -(-k // length)) if number > 1 else (max(1, k), 1)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.cuda.call.arrays import DeviceArray
-from numfuse.backends.cuda.call.record import Argument
+from numfuse.backends.cuda.call.record import RECALLS, Argument
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.driver.libcuda import ordinal_of
 from numfuse.backends.cuda.face import CudaBackend
@@ -45,6 +45,8 @@ class Kind:
     recall: Any = None
     #: What lets `recall` find a call: from what is asked, operands, the call and a device's number.
     keep: Any = None
+    #: What lets `recall` find none of the calls that were kept.
+    forget: Any = None
     #: From a device's number to the caller's current stream; None: it is the default one.
     stream: Any = None
     #: Whether a graph may be being captured; None: the driver has to be asked.
@@ -177,4 +179,6 @@ def kind_of(x: Any) -> Kind | None:
         return None
     if made not in _MADE:
         _MADE[made] = made()
+        if _MADE[made].forget is not None:
+            RECALLS.append(_MADE[made].forget)
     return KINDS.setdefault(type(x), _MADE[made])

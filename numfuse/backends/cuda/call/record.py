@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: The recorded calls of this process, of all devices; who launches one holds it.
 REPLAY: Replay[Any] = Replay(tiling.KEPT_PLANS, 0)
+#: What drops the calls that kinds of arrays recall by themselves (`foreign.Kind.recall`).
+RECALLS: list[Callable[[], None]] = []
 #: Of the function that is noted, if one is (`series.Notes`); `entry.run` adds to it.
 NOTES: ContextVar[Any] = ContextVar("notes", default=None)
 #: What runs a kind of problem.
@@ -51,6 +53,9 @@ def forget(owner: Device | None = None) -> None:
     for one in made() if owner is None else (owner,):
         one.kept_products.clear()
     REPLAY.clear()
+    # (a graph may keep a program alive, which would be found again)
+    for dropped in RECALLS:
+        dropped()
 
 
 class Argument(NamedTuple):

@@ -168,7 +168,8 @@ def _recorded(function: Callable[[], Any]) -> _Calls:
             "function must make calls on arrays of a CUDA device, got none: "
             "numfuse.to_device(x, 'cuda') copies an array there"
         )
-    parts, addresses = [], []
+    parts: list[Part] = []
+    addresses: list[Any] = []
     for program, own in noted.programs:
         parts.append(Part(program, [(2 + len(addresses) + i, 0) for i in range(len(own))]))
         addresses += own

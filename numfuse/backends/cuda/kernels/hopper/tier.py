@@ -188,8 +188,8 @@ def plan_with(
     launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
     launches = (*(made for f in found.values() for made in f.launches), launch)
     shown = f"{tile}, {gemm.stages} stages"
-    found = planes.plan(launches, device, shown, 64 * tile.halves, overlaps=True)
-    return replace(found, part=part_slices if parts > 1 else 0)
+    made = planes.plan(launches, device, shown, 64 * tile.halves, overlaps=True)
+    return replace(made, part=part_slices if parts > 1 else 0)
 
 
 class _Ways(NamedTuple):
