@@ -190,8 +190,8 @@ def small_products(
             added = ZERO
             for begin in range(0, m, RUN):
                 run = ZERO
-                for of_column in range(begin, min(begin + RUN, m)):
-                    run = run + PEEK(shared, i32((member * m + of_column) * n + column))
+                for at_row in range(begin, min(begin + RUN, m)):
+                    run = run + PEEK(shared, i32((member * m + at_row) * n + column))
                 added = added + run
             STORE_SUM(sums, (first + member) * n + column, added)
             at = i32(at + STEP)
