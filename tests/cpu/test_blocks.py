@@ -372,8 +372,10 @@ def test_extra_memory_of_a_backward_does_not_grow_with_m(fmt, activation, monkey
         extra_bytes(monkeypatch, m, n, k, fmt, activation=activation) for m in (4096, 8192, 16384)
     ]
     assert max(sizes) <= bound(n, k, fmt)
-    # Blocks are of a few chunks more or less, cells of some rows, and memory comes in huge pages.
-    assert max(sizes) - min(sizes) <= CHUNK * n * 8 + (8 << 20)
+    # Blocks are of a few chunks more or less, cells of some rows, memory comes in huge pages, and
+    # where level 2 is small, d_a's sums over N have planes, up to 16 MiB of a thread.
+    planes = numba.get_num_threads() * (16 << 20)
+    assert max(sizes) - min(sizes) <= CHUNK * n * 8 + (8 << 20) + planes
     # In one piece, grad_pre alone would be more.
     assert max(sizes) < 16384 * n * library.registers(library.accumulator(fmt)).itemsize
 

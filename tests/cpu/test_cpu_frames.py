@@ -102,9 +102,9 @@ def test_a_repeated_call_on_threads_opens_few_more():
 @pytest.mark.parametrize(
     "name, functions, most",
     [
-        ("forward", 43, 66),
+        ("forward", 43, 67),
         ("residual", 48, 78),
-        ("backward", 62, 167),
+        ("backward", 62, 168),
         ("backward, residual", 74, 219),
         ("gate, named", 38, 54),
         ("gate backward", 43, 77),
