@@ -16,6 +16,7 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 import numfuse as nf
+from numfuse.backends.cuda import tiling
 from numfuse.problem.networks import NetworkProblem
 
 try:
@@ -172,7 +173,18 @@ def test_float64_of_widths_that_fill_a_tile_and_points_that_fill_several():
     Case("float64", (1, 128, 128, 1), 70).check()
 
 
+@pytest.fixture
+def in_slices(monkeypatch):
+    """A tile whose weights come in slices goes before that which has them whole."""
+    tiles = [tile for tile in tiling.NETWORK_TILES["float32"] if tile.width != 128 or tile.slice]
+    monkeypatch.setitem(tiling.NETWORK_TILES, "float32", tuple(tiles))
+    networks.sizes_of.cache_clear()
+    yield
+    networks.sizes_of.cache_clear()
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("in_slices")
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
 def test_float32(turned):
     Case("float32", (2, 100, 37, 1), 3, turned=turned).check()
@@ -220,10 +232,10 @@ def test_what_is_planned_fits_the_device(info):
 
 
 def test_a_tile_that_leaves_no_room_for_its_blocks_gives_way():
-    """Guards: two blocks with the ring that fits, and none where they do not."""
+    """Guards: whole weights, else two blocks with a ring that fits, and none where they do not."""
     found = [
         networks.sizes_of(HOPPER, "float32", widths, 2, 1, True)
         for widths in ((2, *[128] * 5, 1), (8, *[128] * 4, 8), (8, *[128] * 7, 8))
     ]
     rings = [s and (s.resident, s.threads, s.tile.slice, s.tile.stages) for s in found]
-    assert rings == [(2, 128, 32, 2), (2, 128, 16, 2), None]
+    assert rings == [(1, 256, 0, 0), (2, 128, 16, 2), None]
