@@ -243,7 +243,7 @@ def sums_at(t, step):
 
 def here(t):
     """Return the thread's number; what a phase computes of it is computed there, not kept."""
-    if TWICE:
+    if TIGHT:
         return FRESH(i32(t))
     return t
 

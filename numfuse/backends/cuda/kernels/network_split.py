@@ -29,7 +29,6 @@ from numfuse.backends.cuda.compile.intrinsics import (
     I32,
     I64,
     emit,
-    fresh,
     intrinsic_of,
     read_registers,
     write_registers,
@@ -217,6 +216,5 @@ def bindings(tile: Tile) -> dict[str, Any]:
         "LOAD_SQUARE": intrinsic_of("load_square", key, "al", load_square),
         "ADD_SQUARE": intrinsic_of("add_square", key, "aal", add_square),
         "CLEAR": intrinsic_of("clear", key, "a", clear),
-        "FRESH": fresh,
         "SETTLE": intrinsic_of("settle", key, "a", settle),
     }

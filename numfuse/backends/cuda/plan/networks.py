@@ -17,6 +17,7 @@ import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import elements
+from numfuse.backends.cuda.compile.intrinsics import fresh
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
@@ -240,6 +241,14 @@ def _engine(tile: Tile) -> dict[str, Any]:
     return found | warps.bindings(tile)
 
 
+def _is_tight(s: Sizes) -> bool:
+    """Return whether registers are so few that nothing is kept of a thread's number."""
+    tile = s.tile
+    if tile.tensor:
+        return network_split.is_split(tile)
+    return tile.real == "float32" and (s.own or (tile.width == 128 and not tile.slice))
+
+
 def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str, Any]:
     places, _ = s.places(p.backward)
     tile, itemsize = s.tile, ITEMSIZES[real]
@@ -298,6 +307,9 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SAVED": p.saved,
         "MOVES": "d_points" in p.arrays,
         "POINT_DIRECTIONS": s.own,
+        # (without it ptxas spills 32 bytes)
+        "TIGHT": s.lanes and _is_tight(s),
+        "FRESH": fresh,
         "POINT_KEPT": s.members * tile.width * itemsize,
         "BLOCK_KEPT": (hidden - 1) * s.rows * tile.width * itemsize,
         "SLOTS": s.slots,
