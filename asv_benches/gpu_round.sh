@@ -19,7 +19,7 @@ want() { [[ $parts == *" $1 "* ]]; }
 limited() {
     local seconds=$1 log=$2
     shift 2
-    timeout -s INT -k 15 "$seconds" "$@" >> "$out/$log.log" 2>&1  # so that pytest tells its failures
+    timeout -k 15 "$seconds" "$@" >> "$out/$log.log" 2>&1
     local status=$?
     echo "$(date +%T) $log: status $status"
 }
@@ -29,7 +29,7 @@ tiles128="128,8,256,1 128,8,128,2/128,8,256,1"
 tiles64="64,4,256,1 64,4,128,2/64,4,256,1"
 
 if want tests; then
-    limited 150 tests $python -m pytest -p no:cacheprovider -o addopts="" -n 12 -m "" -q -rf --tb=short \
+    limited 150 tests $python -m pytest -p no:cacheprovider -o addopts="" -n 12 -m "" -v --tb=short \
         --dist=worksteal "$here"/../tests/cuda/test_*{series,half_networks,values,jets,networks}.py \
         "$here/../tests/webgpu/test_webgpu_networks.py" "$here/../tests/conformance/test_networks.py" \
         -k "not cpu and not reference"
@@ -46,7 +46,7 @@ if want streams; then  # networks whose weights come in slices: what is right fi
         limited "$3" "$1" $python jets_gpu.py --only "$dtype" "$points" --tiles $words
     }
     for row in "${rows[@]}"; do streamed ahead "$row" 150 & done
-    limited 240 stream_tests $python -m pytest -p no:cacheprovider -o addopts="" -n 10 -m "" -q -rf --tb=short \
+    limited 240 stream_tests $python -m pytest -p no:cacheprovider -o addopts="" -n 10 -m "" -v --tb=short \
         --dist=worksteal "$here"/../tests/cuda/test_cuda_{networks,values}.py -k many_columns
     wait
     for row in "${rows[@]}"; do streamed streams "$row" 40; done
