@@ -80,7 +80,11 @@ class HostClock:
 
 def about(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what is kept of a run: where, when, and of which versions."""
-    found: dict[str, Any] = {"kind": "run", "seed": seed, "options": sys.argv[1:]}
+    found: dict[str, Any] = {
+        "kind": "run",
+        "seed": seed,
+        "options": [Path(x).name for x in sys.argv[1:]],
+    }
     found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found["id"] = f"{found['date']} {secrets.token_hex(4)}"
     found["commit"] = arguments.commit or commit()

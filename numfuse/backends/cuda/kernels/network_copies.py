@@ -8,9 +8,10 @@ from typing import Any
 
 from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.accesses import fetch_commit, fetch_wait
+from numfuse.backends.cuda.compile.elements import shared_place
 from numfuse.backends.cuda.compile.intrinsics import FORMATS, emit
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
-from numfuse.backends.cuda.kernels.network_tiles import Tile, function_of, place
+from numfuse.backends.cuda.kernels.network_tiles import Tile, function_of
 
 
 @functools.cache
@@ -21,7 +22,7 @@ def copy(tile: Tile, count: int) -> Any:
     """
 
     def body(builder, memory, at, address):
-        there = place(builder, memory, at, tile.real)
+        there = shared_place(builder, memory, at, tile.real)
         emit(builder, f"{_text(tile, count)};", "", "rl", [there, address], "memory")
 
     def simulated(memory, at, address):
@@ -37,7 +38,7 @@ def copy_part(tile: Tile, count: int) -> Any:
     size = FORMATS[tile.real][1]
 
     def body(builder, memory, at, address, most):
-        there = place(builder, memory, at, tile.real)
+        there = shared_place(builder, memory, at, tile.real)
         emit(builder, f"{_text(tile, count)}, $2;", "", "rlr", [there, address, most], "memory")
 
     def simulated(memory, at, address, most):

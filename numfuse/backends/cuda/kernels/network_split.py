@@ -22,6 +22,7 @@ import functools
 from typing import Any
 
 from numfuse.backends.cuda.compile.accesses import read_vector, write_vector
+from numfuse.backends.cuda.compile.elements import shared_place
 from numfuse.backends.cuda.compile.engines import mma_half, mma_tf32
 from numfuse.backends.cuda.compile.intrinsics import (
     F32,
@@ -34,7 +35,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     write_registers,
 )
 from numfuse.backends.cuda.compile.toolchain import ir
-from numfuse.backends.cuda.kernels.network_tiles import Tile, place
+from numfuse.backends.cuda.kernels.network_tiles import Tile
 
 _SIZE = 4
 CHUNK = 16
@@ -112,7 +113,7 @@ def _multiply(name: str, tile: Tile, left: Any, right: Any) -> Any:
     multiply = _half if split else mma_tf32
 
     def body(builder, sums, memory, x, y):
-        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (shared_place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, (1 + split) * tile.sums)
         a = [_left(builder, split, left(builder, x, i)) for i in range(_ROWS)]
         for first in range(0, pieces, _TOGETHER):
@@ -175,7 +176,7 @@ def bindings(tile: Tile) -> dict[str, Any]:
     split, square, zero = is_split(tile), _runs(tile, tile.width), ir.Constant(F32, 0.0)
 
     def put(builder, sums, memory, at):
-        begin = place(builder, memory, at, tile.real)
+        begin = shared_place(builder, memory, at, tile.real)
         for registers, offset in _runs(tile, tile.pitch):
             values = [read_registers(builder, sums, at, 1)[0] for at in registers]
             write_vector(builder, begin, offset * _SIZE, values)

@@ -20,7 +20,6 @@ from numfuse.backends.cuda.compile.intrinsics import (
     ACCUMULATORS,
     FORMATS,
     GLOBAL,
-    I32,
     I64,
     block_barrier,
     fused,
@@ -93,11 +92,6 @@ def function_of(
     return intrinsic_of(name, tile.key, operands, body, results)
 
 
-def place(builder: Any, memory: Any, at: Any, real: str) -> Any:
-    """Return the address of an element of shared memory."""
-    return builder.add(memory, builder.shl(at, I32(3 if real == "float64" else 2)))
-
-
 @functools.cache
 def rows_by_columns(tile: Tile) -> Any:
     """``multiply(sums, memory, x, y)``: sums += X Y for `few` values of k.
@@ -156,7 +150,7 @@ def _of_rows(name: str, tile: Tile, add: Any, place_of: Any) -> Any:
     row = tile.row_step * tile.pitch
 
     def body(builder, sums, memory, x, y):
-        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (elements.shared_place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, tile.sums)
         left = [read_vector(builder, x, i * row * size, kind, tile.few) for i in range(tile.mr)]
         add(builder, y, left, total)
@@ -178,7 +172,7 @@ def columns_by_columns(tile: Tile, rows: int = 1) -> Any:
     along, across = tile.width // tile.mr, tile.width // tile.nr
 
     def body(builder, sums, memory, x, y):
-        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (elements.shared_place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, tile.sums)
 
         def values(at, count, threads, row):
@@ -213,7 +207,7 @@ def dot(tile: Tile) -> Any:
     kind, _ = FORMATS[tile.real]
 
     def body(builder, total, memory, x, y):
-        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (elements.shared_place(builder, memory, at, tile.real) for at in (x, y))
         left, right = (read_vector(builder, at, 0, kind, tile.few) for at in (x, y))
         for a, b in zip(left, right, strict=True):
             total = fused(builder, a, b, total)
@@ -234,7 +228,7 @@ def put_neighbours(tile: Tile) -> Any:
     size = FORMATS[tile.real][1]
 
     def body(builder, sums, memory, at):
-        at = place(builder, memory, at, tile.real)
+        at = elements.shared_place(builder, memory, at, tile.real)
         for i in range(tile.mr):
             for j in range(0, tile.nr, tile.few):
                 values = read_registers(builder, sums, i * tile.nr + j, tile.few)
@@ -256,7 +250,7 @@ def put_apart(tile: Tile) -> Any:
     size = FORMATS[tile.real][1]
 
     def body(builder, sums, memory, at):
-        at = place(builder, memory, at, tile.real)
+        at = elements.shared_place(builder, memory, at, tile.real)
         for i in range(tile.mr):
             for j in range(tile.nr):
                 values = read_registers(builder, sums, i * tile.nr + j, 1)
@@ -336,33 +330,6 @@ def clear(tile: Tile) -> Any:
 
 
 @functools.cache
-def peek(tile: Tile) -> Any:
-    """``peek(memory, at)``: a value of shared memory."""
-
-    def body(builder, memory, at):
-        at = place(builder, memory, at, tile.real)
-        return read_vector(builder, at, 0, FORMATS[tile.real][0], 1)[0]
-
-    def simulated(memory, at):
-        return memory[at]
-
-    return function_of("peek", tile, "rr", body, simulated, ACCUMULATORS[tile.real])
-
-
-@functools.cache
-def poke(tile: Tile) -> Any:
-    """``poke(memory, at, value)``: write a value of shared memory."""
-
-    def body(builder, memory, at, value):
-        write_vector(builder, place(builder, memory, at, tile.real), 0, [value])
-
-    def simulated(memory, at, value):
-        memory[at] = value
-
-    return function_of("poke", tile, f"rr{ACCUMULATORS[tile.real]}", body, simulated)
-
-
-@functools.cache
 def load_few(tile: Tile) -> Any:
     """``load(registers, i, address)``: 16 bytes of memory to registers from i on."""
     kind, _ = FORMATS[tile.real]
@@ -384,7 +351,7 @@ def store_few(tile: Tile) -> Any:
 
     def body(builder, held, first, memory, at):
         values = read_registers(builder, held, first, tile.few)
-        write_vector(builder, place(builder, memory, at, tile.real), 0, values)
+        write_vector(builder, elements.shared_place(builder, memory, at, tile.real), 0, values)
 
     def simulated(held, first, memory, at):
         for i in range(tile.few):
@@ -424,6 +391,6 @@ def bindings(tile: Tile) -> dict[str, Any]:
         "LOAD_FEW": load_few(tile),
         "STORE_FEW": store_few(tile),
         "CLEAR": clear(tile),
-        "PEEK": peek(tile),
-        "POKE": poke(tile),
+        "PEEK": elements.peek(tile.real),
+        "POKE": elements.poke(tile.real),
     }

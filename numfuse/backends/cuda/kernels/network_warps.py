@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from numfuse.backends.cuda.compile.accesses import read_vector, write_vector
+from numfuse.backends.cuda.compile.elements import shared_place
 from numfuse.backends.cuda.compile.engines import mma_double
 from numfuse.backends.cuda.compile.intrinsics import (
     F64,
@@ -22,7 +23,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     read_registers,
     write_registers,
 )
-from numfuse.backends.cuda.kernels.network_tiles import Tile, place
+from numfuse.backends.cuda.kernels.network_tiles import Tile
 
 _SIZE = 8
 #: Pieces of a warp's part: 16 rows, 8 columns; and values of K of one instruction.
@@ -41,7 +42,7 @@ def _multiply(
     """
 
     def body(builder, sums, memory, x, y):
-        x, y = (place(builder, memory, at, tile.real) for at in (x, y))
+        x, y = (shared_place(builder, memory, at, tile.real) for at in (x, y))
 
         def value(at: Any, offset: int) -> Any:
             return read_vector(builder, at, offset * _SIZE, F64, 1)[0]
@@ -74,7 +75,7 @@ def bindings(tile: Tile) -> dict[str, Any]:
     pitch, back, key = tile.pitch, tile.back_pitch, f"warp {tile.key}"
 
     def put(builder, sums, memory, at):
-        at = place(builder, memory, at, tile.real)
+        at = shared_place(builder, memory, at, tile.real)
         for first, offset in _pairs(pitch):
             write_vector(builder, at, offset * _SIZE, read_registers(builder, sums, first, 2))
 
