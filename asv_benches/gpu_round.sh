@@ -29,7 +29,7 @@ tiles128="128,8,256,1 128,8,128,2/128,8,256,1"
 tiles64="64,4,256,1 64,4,128,2/64,4,256,1"
 
 if want tests; then
-    limited 150 tests $python -m pytest -p no:cacheprovider -o addopts="" -n 12 -m "" -v --tb=short \
+    limited "${TESTS_SECONDS:-150}" tests $python -m pytest -p no:cacheprovider -o addopts="" -n 12 -m "" -v --tb=short \
         --dist=worksteal "$here"/../tests/cuda/test_*{series,half_networks,values,jets,networks}.py \
         "$here/../tests/webgpu/test_webgpu_networks.py" "$here/../tests/conformance/test_networks.py" \
         -k "not cpu and not reference"

@@ -292,7 +292,11 @@ def test_operands_that_do_not_fit_are_refused_as_by_layers():
 def test_networks_in_16_bits_are_those_of_float64_to_the_roundings_of_layers(
     activation, widths, points, dtype
 ):
-    """`test_cuda_half_networks` has the bounds; here each result is held to its whole size."""
+    """`test_cuda_half_networks` has the bounds; here each result is held to its whole size.
+
+    A rounding of a part `unit` of a sum changes the sign of about as large a part of the sums. There relu's
+    derivative jumps, so the gradients' squared error is that part of their square: the error grows as its root.
+    """
     case = Case(widths, points, HALVES[dtype], activation=activation)
     found, made = case.forward(True), case.backward(True)
     assert "network" in nf.last_call().kernel
@@ -302,10 +306,12 @@ def test_networks_in_16_bits_are_those_of_float64_to_the_roundings_of_layers(
         wide = [x.astype(float) for x in y] if isinstance(y, list) else y.astype(float)
         setattr(exact, name, wide)
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    smooth = 2 * len(widths) * unit
+    jumps = np.sqrt(len(widths) * unit) if activation == "relu" else 0
     wanted = [exact.forward(False), *exact.backward(False)]
-    for x, y in zip([found, *made], wanted, strict=True):
+    for i, (x, y) in enumerate(zip([found, *made], wanted, strict=True)):
         error = np.linalg.norm(nf.to_numpy(x).astype(float) - y)
-        assert error <= 2 * len(widths) * unit * np.linalg.norm(y)
+        assert error <= (smooth + jumps * (i > 0)) * np.linalg.norm(y)
     for x, y in zip(made, case.backward(True), strict=True):
         assert (nf.to_numpy(x).view("i2") == nf.to_numpy(y).view("i2")).all()
 
