@@ -142,3 +142,19 @@ def test_a_sum_that_is_cut_alone_is_not_made_beside_another_one():
     stay = {x: tiers.stay_whole("bfloat16", HOPPER, "ieee", *size) for x, size in sizes.items()}
     assert stay == {"few blocks": False, "both fill it": True}
     assert not tiers.stay_whole("float32", HOPPER, "ieee", 304, 104, 7000, 1)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16x3", "bf16x6"])
+def test_what_tensor_cores_would_not_speed_up_goes_as_ieee_does(precision):
+    """Guards: a float32 product too small or thin to be split goes the way of an exact one."""
+    sizes = [(300, 700, 100), (2048, 50, 768), (106496, 512, 1), (1, 4096, 4096), (64, 8, 64)]
+    for made in (product(*x, "float32") for x in sizes):
+        exact, asked = made, replace(made, precision=precision)
+        for info in (HOPPER, AMPERE, TURING):
+            (tier, found), (own, wanted) = (tiers.choose(x, info) for x in (asked, exact))
+            assert tier is own and found.launches == wanted.launches
+            assert tiers.name_of(asked, info) == tiers.name_of(exact, info)
+            names = [[name for name, *_ in tiers.ways(x, info)] for x in (asked, exact)]
+            assert names[0] == names[1]
+    large = product(4096, 4096, 4096, "float32", precision=precision)
+    assert plan(large, HOPPER)[0] == "wgmma" and plan(large, AMPERE)[0] == "cores"

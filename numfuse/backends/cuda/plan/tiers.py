@@ -15,18 +15,17 @@ from numfuse.backends.cuda.kernels.hopper.factors import HALF
 from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, available
 from numfuse.backends.cuda.kernels.hopper.tiling import hopper_cut
 from numfuse.backends.cuda.kernels.mirror import MIRROR
-from numfuse.backends.cuda.kernels.residues.moduli import count_of
 from numfuse.backends.cuda.kernels.residues.tier import RESIDUES
 from numfuse.backends.cuda.kernels.small import SMALL
 from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier, Way
 from numfuse.epilogues import sum_of_terms
 
-#: The last takes every product. The first has those of float64 that may be made of integers, and
-#: these are any other product for the tiers behind it.
+#: The last takes every product. `_PRECISE` tiers know precisions other than IEEE's: what none of
+#: them takes is an IEEE product for all others, which are exact and, of such a product, faster.
 TIERS: tuple[Tier, ...] = (
     RESIDUES, SHORT_K, SMALL, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR,
 )  # fmt: skip
-
+_PRECISE = RESIDUES, WGMMA
 
 #: Rows above which two sums are made at once by blocks of cp.async: fewer have kernels of their own
 #: (`FEW_ROWS`, and float64's clusters), and K from which on: below it products have, too.
@@ -96,21 +95,30 @@ def choose(
         if found is not None:
             return found
     if rich is not None:
-        plan = rich.take(product, info)
+        plan = rich.take(_seen(product, rich), info)
         return None if plan is None else (rich, plan)
+    if product.precision != "ieee":
+        for tier in _PRECISE if product.k else ():
+            plan = tier.take(product, info)
+            if plan is not None:
+                return tier, plan
+        product = replace(product, precision="ieee")
     for tier in TIERS if product.k else (MIRROR,):
         plan = tier.take(product, info)
         if plan is not None:
             return tier, plan
-        if tier is RESIDUES and count_of(product.precision):
-            product = replace(product, precision="ieee")
     raise AssertionError("the last tier takes every product")
+
+
+def _seen(product: Product, tier: Tier) -> Product:
+    """Return a product as a tier sees it: most know IEEE's precision alone."""
+    return product if tier in _PRECISE else replace(product, precision="ieee")
 
 
 def _by_name(product: Product, info: DeviceInfo, name: str) -> tuple[Tier, Plan] | None:
     """Return the tier and the plan of one of a product's ways, if it still has such a one."""
     for tier in TIERS:
-        for way in tier.ways(product, info):
+        for way in tier.ways(_seen(product, tier), info):
             if f"{tier.name}: {way.name}" == name:
                 plan = way.make()
                 return None if plan is None else (tier, plan)
@@ -134,7 +142,7 @@ def ways(product: Product, info: DeviceInfo, reorder: bool = False) -> list[tupl
     if reorder:
         tiers += [tier for tier in TIERS if tier is not own]
     for tier in tiers:
-        for way in sorted(tier.ways(product, info), key=lambda x: x.cost):
+        for way in sorted(tier.ways(_seen(product, tier), info), key=lambda x: x.cost):
             made = way.make()
             if made is None or _launched(made) == _launched(plan):
                 continue
@@ -150,7 +158,7 @@ def name_of(product: Product, info: DeviceInfo) -> str:
     if chosen is None or not product.k:
         return ""
     tier, plan = chosen
-    for way in tier.ways(product, info):
+    for way in tier.ways(_seen(product, tier), info):
         made = way.make()
         if made is not None and _launched(made) == _launched(plan):
             return f"{tier.name}: {way.name}"
