@@ -92,7 +92,10 @@ def epilogue_of(what, pre):
 
 def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", places=1, parts=1,
           offset=0, pad=0, info=HOPPER, bias=True, pre=False, cluster=1, rest=()):  # fmt: skip
-    """A plan of one product against float64."""
+    """A plan of one product against float64.
+
+    In place of a tile: what makes the plan of a product for a device, in so many parts.
+    """
     rng = np.random.default_rng(m * n + k)
     acc = "float64" if dtype == "float64" else "float32"
 
@@ -112,11 +115,11 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
         pre=kept.operand if pre else None, sums=summed,
     )  # fmt: skip
     part = k
-    if parts * cluster > 1 and tile is not None:
+    if parts * cluster > 1 and isinstance(tile, CudaBlock):
         part = tiling.round_up(-(-k // (parts * cluster)), tile.block_k)
     module = simt if dtype == "float32" else tensor_core
-    if tile is None:
-        plan = thin.plan(product, info, parts)
+    if not isinstance(tile, CudaBlock):
+        plan = (tile or thin.plan)(product, info, parts)
     else:
         count = -(-k // part)
         plan = module.plan(product, info, tile, part, count, *rest, clustered=cluster > 1)

@@ -267,6 +267,31 @@ def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: i
     return parts if cut < SPLIT_GAIN * one else 1
 
 
+#: Bytes of the long factor of few vectors (`vectors`) that a block takes in a cycle: four loads of
+#: 16 bytes of 256 threads, in the 800 cycles that memory takes. (A formula of a machine: no GPU has
+#: timed this yet.)
+VECTOR_BYTES = 20
+
+
+def vector_cost(blocks: int, nbytes: int, parts: int, multiprocessors: int) -> float:
+    """Return the cycles of a product of few vectors: the bytes of the long factor, by what takes
+    them the slowest: the blocks, the multiprocessors that have some, or memory; and the join of
+    parts."""
+    busy = min(blocks * parts, multiprocessors)
+    rate = min(VECTOR_BYTES * blocks * parts, THIN_BYTES * busy, MEMORY_BYTES)
+    return nbytes / max(1, rate) + (LAUNCH_COST / FMAS if parts > 1 else 0)
+
+
+def vector_parts(blocks: int, nbytes: int, most: int, multiprocessors: int) -> int:
+    """Return the parts of K, `most` at the most: two blocks a multiprocessor, where that saves
+    more than the launch that adds them up takes."""
+    parts = min(2 * multiprocessors // max(1, blocks), most)
+    if parts < 2:
+        return 1
+    one, cut = (vector_cost(blocks, nbytes, x, multiprocessors) for x in (1, parts))
+    return parts if cut < SPLIT_GAIN * one else 1
+
+
 #: Bytes at whose multiples the rows of a copy begin, where they have so many times that: a run of
 #: 128 bytes is then one line of the second-level cache and not two.
 LINE = 128

@@ -11,6 +11,7 @@ from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
 from numfuse.backends.cuda.kernels.ampere.simt import CORES
 from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
 from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
+from numfuse.backends.cuda.kernels.ampere.vectors import VECTORS
 from numfuse.backends.cuda.kernels.hopper.factors import HALF
 from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, available
 from numfuse.backends.cuda.kernels.hopper.tiling import hopper_cut
@@ -23,7 +24,7 @@ from numfuse.epilogues import sum_of_terms
 #: The last takes every product. `_PRECISE` tiers know precisions other than IEEE's: what none of
 #: them takes is an IEEE product for all others, which are exact and, of such a product, faster.
 TIERS: tuple[Tier, ...] = (
-    RESIDUES, SHORT_K, SMALL, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR,
+    RESIDUES, SHORT_K, SMALL, FEW_ROWS, *VECTORS, WGMMA, CORES, TENSOR_CORES, MIRROR,
 )  # fmt: skip
 _PRECISE = RESIDUES, WGMMA
 

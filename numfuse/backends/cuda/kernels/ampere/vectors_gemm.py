@@ -1,0 +1,224 @@
+"""The text of `vectors`: a long factor that is read once, times few vectors in shared memory.
+
+The other factor's vectors, SIDE of them, lie in shared memory in slices of DEPTH values of K. A
+block has LINES lines of the long factor, and SHARERS threads share the sums of some of these:
+
+- ALONG: K is contiguous, or no axis is. SHARERS neighbouring threads take UNIT values of a line
+  each, of OWN lines that lie GROUPS apart.
+- else lines are neighbours in memory: a thread has OWN of them side by side, and every SHARERS-th
+  value of K.
+
+What sharers have added up meets in shared memory, 16 of them at a time in their order.
+"""
+
+# A kernel has no annotations but records, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, shared_address
+from numfuse.backends.cuda.compile.schema import Ends
+from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.epilogue import element
+
+i32, i64 = np.int32, np.int64
+
+
+@dataclass
+class Vectors:
+    """A factor: its address, and the bytes from a place, a vector and a value of K to the next."""
+
+    address: Any
+    place: Any
+    line: Any
+    depth: Any
+
+
+def bring(memory, side: Vectors, t, place, begin, left, few):
+    """A slice of the few vectors to shared memory; zeros for what is not there."""
+    values = cuda.local.array(4, dtype=ACCUMULATOR)
+    at = side.address + place * side.place
+    i = i32(t)
+    while i < SIDE * DEPTH:
+        for u in unrolled(4):
+            number = i32(i + u * THREADS)
+            s, kk = i32(number & (SIDE - 1)), i32(number >> SIDE_BITS)
+            if SIDE_ALONG:
+                s, kk = i32(number >> DEPTH_BITS), i32(number & (DEPTH - 1))
+            values[u] = ACCUMULATOR(0)
+            if s < few and kk < left:
+                values[u] = LOAD_SIDE(at + i64(s) * side.line + i64(begin + kk) * side.depth)
+        for u in unrolled(4):
+            number = i32(i + u * THREADS)
+            s, kk = i32(number & (SIDE - 1)), i32(number >> SIDE_BITS)
+            if SIDE_ALONG:
+                s, kk = i32(number >> DEPTH_BITS), i32(number & (DEPTH - 1))
+            if number < SIDE * DEPTH:
+                to = i32(s * DEPTH + kk) if ALONG else i32(kk * SIDE + s)
+                PUT_ONE(i32(memory + to * SIZE), values[u])
+        i = i32(i + 4 * THREADS)
+
+
+def take_line(memory, line, s, share):
+    """Return where a sharer's part of a line's sum number s is."""
+    if ALONG:
+        number = i32((line >> GROUP_BITS) * SIDE + s)
+        t = i32((line & (GROUPS - 1)) * SHARERS + share)
+    else:
+        number = i32((line & (OWN - 1)) * SIDE + s)
+        t = i32(share * GROUPS + (line >> OWN_BITS))
+    return i32(memory + (number * PITCH + t + (t >> 5)) * SIZE)
+
+
+def of_result(number):
+    """Return the line and the vector of a block's element: neighbours are neighbours in `out`."""
+    if COLUMNS:
+        return i32(number >> SIDE_BITS), i32(number & (SIDE - 1))
+    return i32(number & (LINES - 1)), i32(number >> LINE_BITS)
+
+
+def vector_product(side: Vectors, long: Vectors, ends: Ends, sums, m, n, few, lines, k, part, parts):
+    memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
+    t = i32(cuda.threadIdx.x)
+    place = i64(cuda.blockIdx.y)
+    plane = place
+    if CUT:
+        place = plane // parts
+        k0 = (plane - place * parts) * part
+        side.address += k0 * side.depth
+        long.address += k0 * long.depth
+        k = i32(least(i32(k - k0), part))
+    first = i32(cuda.blockIdx.x * LINES)
+    share, group = i32(t & (SHARERS - 1)), i32(t >> SHARE_BITS)
+    if not ALONG:
+        share, group = i32(t >> GROUP_BITS), i32(t & (GROUPS - 1))
+    # where this thread's lines are, or accesses of neighbouring lines; those behind the last are
+    # the last again, of which nothing is kept
+    at = cuda.local.array(SPOTS, dtype=types.int64)
+    start = long.address + place * long.place
+    for p in unrolled(SPOTS):
+        line = i32(first + p * GROUPS + group) if ALONG else i32(first + group * OWN + p * WIDTH)
+        last = i32(lines - 1) if ALONG else i32(lines - WIDTH)
+        at[p] = start + i64(least(line, last)) * long.line
+    total = cuda.local.array(TOTAL, dtype=ACCUMULATOR)
+    kept = cuda.local.array(TOTAL, dtype=ACCUMULATOR)
+    values = cuda.local.array(HELD, dtype=ACCUMULATOR)
+    CLEAR(kept)
+    begin = i32(0)
+    while begin < k:
+        left = i32(least(i32(k - begin), DEPTH))
+        block_barrier()  # the slice before has been read by all
+        bring(memory, side, t, place, begin, left, few)
+        block_barrier()
+        CLEAR(total)
+        kk = i32(share * UNIT)
+        while kk < left:
+            whole = i32(kk + (AHEAD - 1) * (SHARERS * UNIT) + UNIT) <= left
+            for a in unrolled(AHEAD):
+                here = i32(kk + a * (SHARERS * UNIT))
+                away = i64(begin + here) * long.depth
+                for u in unrolled(LOADS):
+                    # (a spot, and which access of a unit along K)
+                    SPOT = u // PIECES
+                    PIECE = u % PIECES
+                    if whole or here + PIECE * WIDTH < left:
+                        loaded = LOAD_LONG(at[SPOT] + away + PIECE * WIDTH * long.depth)
+                        for v in unrolled(WIDTH):
+                            values[(a * LOADS + u) * WIDTH + v] = loaded[v]
+                    else:
+                        for v in unrolled(WIDTH):
+                            values[(a * LOADS + u) * WIDTH + v] = ACCUMULATOR(0)
+            for a in unrolled(AHEAD):
+                here = i32(kk + a * (SHARERS * UNIT))
+                if whole or here < left:
+                    if ALONG:
+                        MULTIPLY(total, values, a, i32(memory + here * SIZE))
+                    else:
+                        MULTIPLY(total, values, a, i32(memory + here * (SIDE * SIZE)))
+            kk = i32(kk + AHEAD * SHARERS * UNIT)
+        ADD(kept, total)  # a chain of sums ends
+        begin = i32(begin + DEPTH)
+    block_barrier()
+    for j in unrolled(TOTAL):
+        PUT_ONE(i32(memory + (j * PITCH + t + (t >> 5)) * SIZE), kept[j])
+    block_barrier()
+    if SHARERS > JOINED:
+        i = i32(t)
+        while i < LINES * SIDE * (SHARERS // JOINED):
+            line, s = of_result(i32(i >> JOIN_BITS))
+            own = i32((i & (SHARERS // JOINED - 1)) * JOINED)
+            to = take_line(memory, line, s, own)
+            value = TAKE_ONE(to)
+            for x in unrolled(1, JOINED):
+                value = value + TAKE_ONE(take_line(memory, line, s, i32(own + x)))
+            PUT_ONE(to, value)
+            i = i32(i + THREADS)
+        block_barrier()
+    finish(memory, ends, sums, m, n, t, few, lines, place, plane, first)
+
+
+def finish(memory, ends: Ends, sums, m, n, t, few, lines, place, plane, first):
+    """The epilogue of the elements of a block, and the sums of its columns."""
+    number = i32(t)
+    while number < LINES * SIDE:
+        own, s = of_result(number)
+        line = i32(first + own)
+        result = ACCUMULATOR(0)
+        if line < lines and s < few:
+            value = TAKE_ONE(take_line(memory, own, s, i32(0)))
+            for x in unrolled(1, SHARERS // STEP):
+                value = value + TAKE_ONE(take_line(memory, own, s, i32(x * STEP)))
+            row, column = (i64(line), i64(s)) if COLUMNS else (i64(s), i64(line))
+            offset, added = ACCUMULATOR(0), ACCUMULATOR(0)
+            if BIAS:
+                offset = LOAD_BIAS(ends.bias.address + element(ends.bias, place, 0, column))
+            if EXTRA:
+                added = LOAD_EXTRA(ends.extra.address + element(ends.extra, place, row, column))
+            if PRE:
+                result, value = EPILOGUE(value, offset, added)
+                STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), value)
+            else:
+                result = EPILOGUE(value, offset, added)
+            STORE_OUT(ends.out.address + element(ends.out, plane, row, column), result)
+        if SUMS:
+            PUT_ONE(i32(memory + (TOTAL * PITCH + number) * SIZE), result)
+        number = i32(number + THREADS)
+    if SUMS:
+        block_barrier()
+        sum_columns(i32(memory + TOTAL * PITCH * SIZE), sums, m, n, t, few, lines, place, first)
+
+
+def sum_columns(memory, sums, m, n, t, few, lines, place, first):
+    """The sums of the columns of a block, in runs of RUN rows; `memory` has its results."""
+    if COLUMNS:
+        i = i32(t)
+        while i < LINES // RUN * SIDE:
+            s, own = i32(i & (SIDE - 1)), i32((i >> SIDE_BITS) * RUN)
+            run = ACCUMULATOR(0)
+            for x in unrolled(RUN):
+                run = run + TAKE_ONE(i32(memory + ((own + x) * SIDE + s) * SIZE))
+            PUT_ONE(i32(memory + (LINES * SIDE + i) * SIZE), run)
+            i = i32(i + THREADS)
+        block_barrier()
+        if t < few:
+            total, i = ACCUMULATOR(0), i32(0)
+            while i < LINES // RUN:
+                total = total + TAKE_ONE(i32(memory + (LINES * SIDE + i * SIDE + t) * SIZE))
+                i = i32(i + 1)
+            rows = i64((m + LINES - 1) // LINES)
+            STORE_SUM(sums + ((place * rows + cuda.blockIdx.x) * n + t) * SIZE, total)
+    else:
+        own = i32(t)
+        while own < LINES:
+            if first + own < lines:
+                total = ACCUMULATOR(0)
+                for s in unrolled(SIDE):
+                    total = total + TAKE_ONE(i32(memory + (s * LINES + own) * SIZE))
+                STORE_SUM(sums + (place * n + first + own) * SIZE, total)
+            own = i32(own + THREADS)

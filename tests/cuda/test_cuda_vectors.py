@@ -1,0 +1,140 @@
+"""Products of few rows and few columns, run by `cuda_machine`.
+
+Guards: whatever the layout, alignment, length of K and number of vectors is, each sum has every
+term once and is finished at its place; a sum has the same bits by accesses of 16 bytes and of less.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import SIMULATED, unavailable
+
+if SIMULATED:
+    pytest.skip("the simulator has no intrinsics", allow_module_level=True)
+
+try:
+    from cuda_devices import ADA, HOPPER, TURING
+    from test_cuda_blocks import DTYPES, check
+
+    from numfuse.backends.cuda import tiling
+    from numfuse.backends.cuda.kernels.ampere import vectors
+    from numfuse.backends.cuda.plan import tiers
+    from numfuse.backends.cuda.plan.product import Operand, Product
+except ImportError as error:
+    unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
+
+LAYOUTS = ["rows", "columns", "strided", "reversed"]
+
+
+@pytest.fixture
+def few_threads(monkeypatch):
+    """Blocks of two warps, as each thread is one of Python's; sums of as few sharers are joined."""
+    monkeypatch.setattr(vectors, "THREADS", 64)
+    monkeypatch.setattr(vectors, "JOINED", 4)
+    monkeypatch.setattr(vectors, "SLICE", 64)
+    monkeypatch.setattr(vectors, "ACROSS_LEAST", 8)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("few_threads")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "options"),
+    [
+        (1, 40, 100, {"y": "", "epilogue": "residual", "pre": True}),
+        (3, 21, 37, {"y": "", "offset": 1, "epilogue": "slope"}),
+        (70, 1, 24, {"x": "", "epilogue": "slope"}),
+        (45, 7, 33, {"x": "", "offset": 1, "places": 2, "epilogue": "summed", "bias": False}),
+    ],
+    ids=str,
+)
+def test_few_vectors_in_every_layout(dtype, layout, m, n, k, options):
+    options = {name: value or layout for name, value in options.items() if value is not False}
+    options.setdefault("bias", m != 45)
+    check(dtype, vectors.plan, m, n, k, **options)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("few_threads")
+@pytest.mark.parametrize(
+    ("dtype", "m", "n", "k", "options"),
+    [
+        ("float32", 2, 4, 300, {"parts": 3, "y": "columns", "epilogue": "summed"}),
+        ("float64", 30, 3, 200, {"parts": 2, "x": "columns", "pre": True}),
+        ("bfloat16", 5, 9, 130, {"parts": 2, "places": 2, "epilogue": "residual"}),
+    ],
+)
+def test_few_vectors_whose_sum_is_cut(dtype, m, n, k, options):
+    check(dtype, vectors.plan, m, n, k, **options)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("few_threads")
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_the_accesses_do_not_decide_on_the_order_of_a_sum(dtype, layout, monkeypatch):
+    """To the bit: the same values at an address of 16 bytes, and at one of a value's size."""
+    monkeypatch.setattr(tiling, "CHAIN", 4)
+    found = [
+        check(dtype, vectors.plan, 24, 2, 80, x=layout, offset=offset)[2] for offset in (0, 1)
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("side", range(1, vectors.SIDE + 1))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_all_sizes(dtype, side):
+    """Guards: what is bound to a kernel fits: whole slices, shared memory of any GPU, the lines."""
+    acc = "float64" if dtype == "float64" else "float32"
+    for lines, k in ((1, 1), (5, 53026), (160, 1536), (1670, 17574), (17574, 1670), (1 << 20, 3)):
+        for turned in (False, True):
+            steps = (1, lines) if turned else (k, 1)
+            x = Operand(dtype, (0, *steps), 16)
+            y, out = Operand(dtype, (0, side, 1), 16), Operand(dtype, (0, side, 1), 16)
+            p = Product(lines, side, k, 1, x, y, out, acc)
+            block = vectors.block_of(p, vectors.Long.of(p), 132)
+            assert block.depth % block.unit == 0 and block.unit % block.width == 0 or not block.along
+            assert block.shared_bytes <= 96 << 10
+            assert block.groups * block.sharers == vectors.THREADS
+            assert block.own * block.side <= 32
+
+
+def products(dtype, m, k, n, x=None, y=None, **features):
+    acc = "float64" if dtype == "float64" else "float32"
+    x, y = x or (k, 1), y or (n, 1)
+    lay = [Operand(dtype, (0, *steps), 16) for steps in (x, y, (n, 1))]
+    return Product(m, n, k, 1, *lay, acc, **features)
+
+
+def tier_of(*given, info=HOPPER, **features):
+    return tiers.choose(products(*given, **features), info)[0].name
+
+
+def test_few_rows_and_columns_are_taken_where_no_better_kernel_is():
+    """Guards: no product of a matrix and few vectors goes by tiles (issue of the sweep)."""
+    assert tier_of("float32", 17574, 1670, 1) == "vectors along K"
+    assert tier_of("float32", 1, 2606, 12466, y=(1, 2606)) == "vectors along K"
+    assert tier_of("float32", 1370, 12051, 7) == "vectors along K"
+    assert tier_of("float32", 4, 1536, 160, y=(1, 1536)) == "vectors along K"
+    assert tier_of("float16", 3385, 28, 1) == "vectors along K"
+    assert tier_of("bfloat16", 3, 69, 18538) == "vectors across K"
+    # d_b of one column, a sum over the rows of a
+    assert tier_of("float32", 1670, 17574, 1, x=(1, 1670), free=True) == "vectors across K"
+    # a ring of slices; wgmma; tiles
+    assert tier_of("float32", 1, 4096, 4096) == "cores"
+    assert tier_of("bfloat16", 8, 4096, 4096) == "wgmma"
+    assert tier_of("bfloat16", 8, 4096, 4096, info=ADA) == "vectors across K"
+    assert tier_of("float32", 9, 100, 9) == "cores"
+    assert tier_of("float32", 17574, 1670, 1, info=TURING) == "mirror"
+
+
+def test_k_is_cut_where_lines_are_few():
+    parts = tiling.vector_parts
+    assert parts(200, 1 << 26, 100, 132) == 1
+    assert parts(1, 1 << 26, 100, 132) == 100 and parts(4, 1 << 28, 1000, 132) == 66
+    # (not for what takes less than a launch)
+    assert parts(20, 1 << 20, 100, 132) == 1
+    whole = products("float32", 1670, 1 << 20, 1, whole=True)
+    assert tiers.choose(whole, HOPPER)[1].parts == 1
