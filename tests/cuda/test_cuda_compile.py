@@ -56,6 +56,7 @@ try:
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
     from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
     from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
+    from numfuse.backends.cuda.kernels.ampere.vectors import VECTORS
     from numfuse.backends.cuda.kernels.elementwise import is_short
     from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, plan_with
     from numfuse.backends.cuda.kernels.mirror import MIRROR
@@ -430,6 +431,28 @@ CASES = [
             ("float32", 64, True, HOPPER), ("float64", 1, False, AMPERE),
         )
     ],
+    *[
+        taken(f"few vectors, {dtype}, {m} x {k} x {n}", VECTORS[tier],
+              product(m, n, k, dtype, **{"function": "gelu"} | features), info, ("fma.rn",))
+        for tier, dtype, m, k, n, features, info in (
+            (0, "float32", 17574, 1670, 1, {}, HOPPER),
+            (0, "float32", 7, 2606, 12466, {"y_turned": True, "slope": True}, ADA),
+            (0, "float64", 17574, 1672, 7, {"slope": True}, AMPERE),
+            (0, "float64", 8, 70000, 4100, {"y_turned": True}, HOPPER),
+            (0, "float16", 17574, 16720, 7, {"slope": True}, HOPPER),
+            (0, "bfloat16", 53026, 12, 3, {"slope": True}, AMPERE),
+            (1, "bfloat16", 3, 69, 18538, {"pre": "float32"}, HOPPER),
+            (1, "bfloat16", 8, 4096, 4098, {}, ADA),
+            (1, "float64", 8, 4096, 4098, {"slope": True}, HOPPER),
+        )
+    ],
+    *[
+        taken(f"a long sum of one column, {dtype}", VECTORS[1],
+              product(1670, 1, 17574, dtype, x_turned=True, free=True), HOPPER, ("fma.rn",))
+        for dtype in ("float64", "float32", "bfloat16")
+    ],
+    taken("a column by 16 bytes", VECTORS[0], product(4000, 1, 1024, "bfloat16"), HOPPER,
+          ("ld.global.nc.v4.b32", "ld.shared.v4.f32")),
     *[
         taken(f"{dtype} in layout {x:d}{y:d}", tier,
               product(4096, 4096, 4096, dtype, x_turned=x, y_turned=y, function="gelu"), HOPPER)

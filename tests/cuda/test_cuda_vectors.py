@@ -77,9 +77,7 @@ def test_few_vectors_whose_sum_is_cut(dtype, m, n, k, options):
 def test_the_accesses_do_not_decide_on_the_order_of_a_sum(dtype, layout, monkeypatch):
     """To the bit: the same values at an address of 16 bytes, and at one of a value's size."""
     monkeypatch.setattr(tiling, "CHAIN", 4)
-    found = [
-        check(dtype, vectors.plan, 24, 2, 80, x=layout, offset=offset)[2] for offset in (0, 1)
-    ]
+    found = [check(dtype, vectors.plan, 24, 2, 80, x=layout, offset=offset)[2] for offset in (0, 1)]
     np.testing.assert_array_equal(*found)
 
 
@@ -95,8 +93,11 @@ def test_blocks_of_all_sizes(dtype, side):
             y, out = Operand(dtype, (0, side, 1), 16), Operand(dtype, (0, side, 1), 16)
             p = Product(lines, side, k, 1, x, y, out, acc)
             block = vectors.block_of(p, vectors.Long.of(p), 132)
-            assert block.depth % block.unit == 0 and block.unit % block.width == 0 or not block.along
-            assert block.shared_bytes <= 96 << 10
+            assert (
+                block.depth % block.unit == 0 and block.unit % block.width == 0
+            ) or not block.along
+            assert block.shared_bytes(False) <= 40 << 10
+            assert block.shared_bytes(True) <= 99 << 10
             assert block.groups * block.sharers == vectors.THREADS
             assert block.own * block.side <= 32
 
@@ -132,9 +133,22 @@ def test_few_rows_and_columns_are_taken_where_no_better_kernel_is():
 
 def test_k_is_cut_where_lines_are_few():
     parts = tiling.vector_parts
-    assert parts(200, 1 << 26, 100, 132) == 1
-    assert parts(1, 1 << 26, 100, 132) == 100 and parts(4, 1 << 28, 1000, 132) == 66
-    # (not for what takes less than a launch)
-    assert parts(20, 1 << 20, 100, 132) == 1
+    assert parts(200, 1 << 26, 16, 100, 132) == 1
+    assert parts(1, 1 << 26, 16, 100, 132) == 100 and parts(4, 1 << 28, 16, 1000, 132) == 66
+    # not for what takes less than a launch, which is more by accesses of two bytes
+    assert parts(20, 1 << 20, 16, 100, 132) == 1 and parts(3, 1 << 19, 2, 100, 132) == 88
     whole = products("float32", 1670, 1 << 20, 1, whole=True)
     assert tiers.choose(whole, HOPPER)[1].parts == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_of_one_term_is_written_as_fast_as_memory_takes_it(dtype):
+    """Guards: d_a of one column, whose epilogue is none, goes by whole accesses of its rows."""
+    acc = "float64" if dtype == "float64" else "float32"
+    values = 16 // DTYPES[acc].itemsize
+    assert tier_of(dtype, 4096, 1, 1024) == "cores"
+    shown = str(tiers.choose(products(dtype, 4096, 1, 1024), HOPPER)[1].tiling)
+    assert shown == f"32 rows of {values} columns a thread, K = 1"
+    # (a sum of several terms has its bits in one kernel alone)
+    several = str(tiers.choose(products(dtype, 4096, 5, 1024), HOPPER)[1].tiling)
+    assert ("K = 5" in several) == (dtype == "float32")

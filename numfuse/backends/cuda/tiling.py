@@ -225,11 +225,12 @@ PLANE_COST = 50
 BESIDE_COST = 450_000
 
 
-#: Products of few rows (`thin`): so many, and so many columns and values of K at the least (fewer
-#: take the time of a launch either way). On an H200, K = N = 4096, they take 0.39 to 0.85 times as
-#: long as the tiles above. 16-bit types by the same way took longer than tiles of wgmma.
+#: Products of few rows (`thin`): so many, and so many columns and values of K at the least (by the
+#: tiles above an H100 took 32 us for 52 x 484 x 4375, whose bytes take 4). On an H200 they take
+#: 0.39 to 0.85 times as long as the tiles at K = N = 4096. 16-bit types by the same way took longer
+#: than tiles of wgmma.
 THIN_ROWS = {"float32": 64, "float64": 8}
-THIN_LEAST = 512
+THIN_LEAST = 256
 #: Warps of a block; bytes of a slice of Y; slices that are on their way, or read.
 THIN_WARPS = 8
 THIN_SLICE = 16384
@@ -267,28 +268,32 @@ def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: i
     return parts if cut < SPLIT_GAIN * one else 1
 
 
-#: Bytes of the long factor of few vectors (`vectors`) that a block takes in a cycle: four loads of
-#: 16 bytes of 256 threads, in the 800 cycles that memory takes. (A formula of a machine: no GPU has
-#: timed this yet.)
-VECTOR_BYTES = 20
+#: Bytes of the long factor of few vectors (`vectors`) that a block takes in a cycle, by bytes of an
+#: access: four of each of 256 threads, in the 800 cycles that memory takes. (A formula of a
+#: machine: no GPU has timed this yet.)
+VECTOR_RATE = 4 * 256 / 800
 
 
-def vector_cost(blocks: int, nbytes: int, parts: int, multiprocessors: int) -> float:
-    """Return the cycles of a product of few vectors: the bytes of the long factor, by what takes
-    them the slowest: the blocks, the multiprocessors that have some, or memory; and the join of
-    parts."""
+def vector_cost(blocks: int, nbytes: int, access: int, parts: int, multiprocessors: int) -> float:
+    """Return the cycles of a product of few vectors, whose long factor has so many bytes.
+
+    Blocks by their loads of `access` bytes, multiprocessors that have some, or memory take them the
+    slowest. Parts have a join behind them.
+    """
     busy = min(blocks * parts, multiprocessors)
-    rate = min(VECTOR_BYTES * blocks * parts, THIN_BYTES * busy, MEMORY_BYTES)
+    rate = min(VECTOR_RATE * access * blocks * parts, THIN_BYTES * busy, MEMORY_BYTES)
     return nbytes / max(1, rate) + (LAUNCH_COST / FMAS if parts > 1 else 0)
 
 
-def vector_parts(blocks: int, nbytes: int, most: int, multiprocessors: int) -> int:
-    """Return the parts of K, `most` at the most: two blocks a multiprocessor, where that saves
-    more than the launch that adds them up takes."""
+def vector_parts(blocks: int, nbytes: int, access: int, most: int, multiprocessors: int) -> int:
+    """Return the parts of K, `most` at the most: two blocks a multiprocessor.
+
+    They must save more than the launch that adds them up takes.
+    """
     parts = min(2 * multiprocessors // max(1, blocks), most)
     if parts < 2:
         return 1
-    one, cut = (vector_cost(blocks, nbytes, x, multiprocessors) for x in (1, parts))
+    one, cut = (vector_cost(blocks, nbytes, access, x, multiprocessors) for x in (1, parts))
     return parts if cut < SPLIT_GAIN * one else 1
 
 

@@ -1,4 +1,4 @@
-"""d_b of few rows, a product with a short K: what matters is how fast the result is written.
+"""Bare products with a short K, d_b of few rows: what matters is how fast the result is written.
 
 A thread keeps its columns of Y in registers and walks down some rows, of which it stores 16 bytes
 each. A sum is one chain in the order of K.
@@ -16,6 +16,7 @@ from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels.epilogue import in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
+from numfuse.language.curves import leaf
 
 #: K up to which, elements of the result from which on, threads of a
 #: block and their rows. On an H200 the tiles above write d_b of 4096 x 4096 in float64 at 2.6 TB/s,
@@ -76,13 +77,26 @@ def _kernel(p: Product, values: int) -> Kernel:
     return kernel_of(_outer, ARGUMENTS, bindings, threads=threads, name=name)
 
 
+def _has_its_order(product: Product) -> bool:
+    """Return whether a sum may be one chain in the order of K.
+
+    d_b alone has no epilogue for sure, and may have its sum in an order of its own. Other bare
+    products (d_a of few columns) may, where any other kernel makes the same bits: of one term, and
+    in float32.
+    """
+    p = product
+    graphs = p.epilogue.graphs
+    bare = len(graphs) == 1 and graphs[0] is leaf("z") and not (p.sums or p.is_rich or p.members)
+    same = p.k == 1 or (p.x.dtype == p.accumulator == "float32")
+    return p.free or (bare and same)
+
+
 def take(product: Product, device: DeviceInfo) -> Plan | None:
     """How to run it; None for others, and where rows are not whole accesses of 16 bytes."""
     p = product
     if device.capability < (8, 0) or p.k > OUTER_K or p.precision != "ieee":
         return None
-    # d_b alone has no epilogue for sure, and may have its sum in an order of its own
-    if not p.free or p.m * p.n < OUTER_LEAST:
+    if not _has_its_order(p) or p.m * p.n < OUTER_LEAST:
         return None
     # columns of a thread
     values = 16 // intrinsics.itemsize(p.accumulator)

@@ -36,8 +36,16 @@ from numfuse.backends.cuda.kernels.ampere.vectors_gemm import Vectors, vector_pr
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
 from numfuse.backends.cuda.kernels.passes import wide_values
 from numfuse.backends.cuda.kernels.planes import Planes
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
-from numfuse.backends.cuda.plan.product import Tier, Way
+from numfuse.backends.cuda.plan.product import (
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+    Tier,
+    Way,
+)
 
 #: Rows or columns, at most: of 16-bit values a multiprocessor of Hopper then multiplies in half of
 #: the time that memory takes.
@@ -109,6 +117,8 @@ class Block:
     unit: int
     #: Values of an access.
     width: int
+    #: Whether a thread's sum is made of several chains, one for each slice.
+    chains: bool
 
     @property
     def size(self) -> int:
@@ -147,9 +157,9 @@ class Block:
         """Values from a sum of all threads to the next: lines lie in different banks."""
         return THREADS + THREADS // 32
 
-    @property
-    def shared_bytes(self) -> int:
-        joined = self.total * self.pitch + 2 * self.lines * self.side
+    def shared_bytes(self, sums: bool) -> int:
+        """Return those of a slice, or of a block's sums, and with column sums its results."""
+        joined = self.total * self.pitch + 2 * sums * self.lines * self.side
         return max(self.side * self.depth, joined) * self.size
 
     @property
@@ -222,14 +232,15 @@ def _kernel(block: Block, product: Product, side: Operand, columns: bool, cut: b
     else:
         load = accesses.load(b.dtype, b.width, acc)
     loads = b.spots * b.pieces
-    # (those of few sums leave registers for more threads)
-    blocks = {1: 4, 2: 3 if acc == "float64" else 4, 4: 2}.get(b.side, 2)
+    held = b.ahead * loads * b.width
+    # what a thread holds, and some 48 for the rest
+    wanted = (held + b.total * (1 + b.chains)) * b.size // 4 + 2 * b.spots + 48
     own = 1 if columns else 2
     bindings = bound(b, "along side sharers own depth unit width size groups lines spots pieces")
-    bindings |= bound(b, "ahead total pitch") | {
+    bindings |= bound(b, "ahead total pitch chains") | {
         "THREADS": THREADS,
         "LOADS": loads,
-        "HELD": b.ahead * loads * b.width,
+        "HELD": held,
         "SIDE_BITS": _bits(b.side),
         "DEPTH_BITS": _bits(b.depth),
         "SHARE_BITS": _bits(b.sharers),
@@ -251,6 +262,7 @@ def _kernel(block: Block, product: Product, side: Operand, columns: bool, cut: b
         **finish_of(p, p.out.dtype),
     }
     name = f"vectors {p.epilogue.name}"
+    blocks = max(2, min(4, 65536 // (THREADS * wanted)))
     options: Any = {"threads": THREADS, "blocks": blocks, "name": name}
     return kernel_of(vector_product, ARGUMENTS, bindings, **options)
 
@@ -263,7 +275,8 @@ def _one(at):  # type: ignore[no-untyped-def]
 def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
     """Return the block of a product: as many threads as fill the device, each with some loads.
 
-    A `free` sum has that of one place alone.
+    A `free` sum has that of one place alone. All but the width of an access, which decides on no
+    order, depends on the sizes, dtype and layout.
     """
     p, dtype, acc = product, product.y.dtype, product.accumulator
     places = 1 if p.free else p.places
@@ -275,7 +288,10 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
 
     if long.along:
         units = -(-p.k // unit)
-        own = 2 if side == SIDE and unit < 8 else 4
+        # (the sums of 8 vectors leave few registers for others)
+        own = 4
+        if side == SIDE:
+            own = max(1, unit // 2 // (1 + (p.k > tiling.CHAIN * 32 or unit == 4)))
         sharers = min(32, 1 << _bits(units))
         while own > 1 and blocks(THREADS // sharers * own) < 4 * multiprocessors:
             own //= 2
@@ -292,11 +308,10 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
             sharers *= 2
     most = min(SLICE, SLICE_BYTES // (side * intrinsics.itemsize(acc)), tiling.CHAIN * sharers)
     depth = min(most, 1 << (p.k - 1).bit_length())
-    # whole units, and no more than there is
     depth = max(depth, unit)
-    # (the width is that of the accesses, of which neither the order nor the sizes depend)
+    chains = p.k > tiling.CHAIN * sharers
     width = long.width(p, unit if long.along else own)
-    return Block(dtype, acc, long.along, side, sharers, own, depth, unit, width)
+    return Block(dtype, acc, long.along, side, sharers, own, depth, unit, width, chains)
 
 
 def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
@@ -327,7 +342,7 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
     )
     grid = (-(-long.lines // block.lines), p.places * parts, 1)
     kernel = _kernel(block, p, side, columns, parts > 1)
-    launch = Launch(kernel, grid, arguments, block.shared_bytes)
+    launch = Launch(kernel, grid, arguments, block.shared_bytes(p.sums))
     found = planes.plan((launch,), device, block, block.lines if columns else p.m)
     return replace(found, part=part if parts > 1 else 0)
 
@@ -349,16 +364,26 @@ def _takes(product: Product, device: DeviceInfo, along: bool) -> bool:
     return Long.of(p).along == along
 
 
+def _cost_of(product: Product, multiprocessors: int) -> tuple[int, int, int]:
+    """Return what a model of times asks for: blocks, bytes and those of an access.
+
+    Where lines are few they are taken for columns of rows, whatever they are: the order of a sum
+    does not depend on that.
+    """
+    p, long = product, Long.of(product)
+    places, size = 1 if p.free else p.places, intrinsics.itemsize(p.y.dtype)
+    blocks = -(-long.lines // block_of(p, long, multiprocessors).lines) * places
+    access = size if long.lines < ACROSS_LEAST else 16
+    return blocks, long.lines * p.k * places * size, access
+
+
 def _parts(product: Product, device: DeviceInfo) -> int:
     """Return the parts of K that a model of bytes expects the least time of."""
-    p, long, busy = product, Long.of(product), device.multiprocessors
+    p, busy = product, device.multiprocessors
     if p.whole:
         return 1
-    places = 1 if p.free else p.places
-    blocks = -(-long.lines // block_of(p, long, busy).lines) * places
-    nbytes = long.lines * p.k * places * intrinsics.itemsize(p.y.dtype)
     least = tiling.PART if p.free else tiling.THIN_PART
-    return tiling.vector_parts(blocks, nbytes, p.k // least, busy)
+    return tiling.vector_parts(*_cost_of(p, busy), p.k // least, busy)
 
 
 def _fits_copies(operand: Operand) -> bool:
@@ -382,14 +407,11 @@ def _ways(product: Product, device: DeviceInfo, along: bool) -> Iterator[Way]:
     p = product
     if not _takes(p, device, along):
         return
-    long, busy = Long.of(p), device.multiprocessors
-    blocks = -(-long.lines // block_of(p, long, busy).lines) * p.places
-    nbytes = long.lines * p.k * p.places * intrinsics.itemsize(p.y.dtype)
-    found = _parts(p, device)
+    found, busy = _parts(p, device), device.multiprocessors
     most = 1 if p.whole else max(1, p.k // 64)
     for parts in sorted({1, *(max(1, min(most, x)) for x in (found // 2, found, 2 * found, 4))}):
-        cost = tiling.vector_cost(blocks, nbytes, parts, busy)
-        name = f"{long.few} vectors, K in {parts} parts"
+        cost = tiling.vector_cost(*_cost_of(p, busy), parts, busy)
+        name = f"{min(p.m, p.n)} vectors, K in {parts} parts"
         yield Way(name, cost, functools.partial(plan, p, device, parts))
 
 

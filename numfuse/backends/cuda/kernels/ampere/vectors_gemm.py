@@ -83,7 +83,9 @@ def of_result(number):
     return i32(number & (LINES - 1)), i32(number >> LINE_BITS)
 
 
-def vector_product(side: Vectors, long: Vectors, ends: Ends, sums, m, n, few, lines, k, part, parts):
+def vector_product(
+    side: Vectors, long: Vectors, ends: Ends, sums, m, n, few, lines, k, part, parts
+):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
     place = i64(cuda.blockIdx.y)
@@ -109,6 +111,7 @@ def vector_product(side: Vectors, long: Vectors, ends: Ends, sums, m, n, few, li
     total = cuda.local.array(TOTAL, dtype=ACCUMULATOR)
     kept = cuda.local.array(TOTAL, dtype=ACCUMULATOR)
     values = cuda.local.array(HELD, dtype=ACCUMULATOR)
+    CLEAR(total)
     CLEAR(kept)
     begin = i32(0)
     while begin < k:
@@ -116,7 +119,6 @@ def vector_product(side: Vectors, long: Vectors, ends: Ends, sums, m, n, few, li
         block_barrier()  # the slice before has been read by all
         bring(memory, side, t, place, begin, left, few)
         block_barrier()
-        CLEAR(total)
         kk = i32(share * UNIT)
         while kk < left:
             whole = i32(kk + (AHEAD - 1) * (SHARERS * UNIT) + UNIT) <= left
@@ -142,8 +144,11 @@ def vector_product(side: Vectors, long: Vectors, ends: Ends, sums, m, n, few, li
                     else:
                         MULTIPLY(total, values, a, i32(memory + here * (SIDE * SIZE)))
             kk = i32(kk + AHEAD * SHARERS * UNIT)
-        ADD(kept, total)  # a chain of sums ends
+        if CHAINS:
+            ADD(kept, total)
+            CLEAR(total)
         begin = i32(begin + DEPTH)
+    ADD(kept, total)
     block_barrier()
     for j in unrolled(TOTAL):
         PUT_ONE(i32(memory + (j * PITCH + t + (t >> 5)) * SIZE), kept[j])
