@@ -2,6 +2,7 @@
 
     python asv_benches/cuda_sweep.py --minutes 9            draw, compile ahead, time, keep, report
     python asv_benches/cuda_sweep.py --seed 7 --minutes 9   the same cases as another run's
+    python asv_benches/cuda_sweep.py --thin --eager --minutes 2.4 --into FILE     `thin_cases`
     python asv_benches/cuda_sweep.py --report               tables and picture of all kept results
     python asv_benches/cuda_sweep.py --add run.jsonl        keep another machine's results too
     python asv_benches/cuda_sweep.py --dry 40               no GPU: plans of 40 cases, tiny ones run
@@ -41,6 +42,7 @@ from typing import Any
 
 import cuda_fit
 import sweep_report
+import thin_cases
 import torch
 from sweep_cases import MOST, MOST_WAYS, Case, Contestants, Layers, draw, errors
 
@@ -246,11 +248,12 @@ def _wait(device: str) -> None:
 
 def sweep(
     cases: Iterator[Case], device: str, clock: Any, peers: bool, until: float,
-    write: Callable[[dict[str, Any]], None], before: int = 0,
+    write: Callable[[dict[str, Any]], None], before: int = 0, memory: float = 0,
 ) -> int:  # fmt: skip
     """Measure cases until a time, and write each result; return how many there are.
 
-    Their numbers go on from those `before`.
+    Their numbers go on from those `before`. With the bytes that `memory` moves in a second, the
+    share of them that a case moves is printed too.
     """
     count = 0
     for case in cases:
@@ -265,6 +268,9 @@ def sweep(
         count += 1
         ratio, off = sweep_report.ratio(record), sweep_report.error_ratio(record)
         shown = "failed" if ratio is None else f"{ratio:.2f}, error {off or 0:.2g} x"
+        if memory and ratio is not None:
+            share = thin_cases.moved(case) / record["device"][sweep_report.OURS] / memory
+            shown += f", {share:.2f} of a copy's bytes"
         print(f"{before + count}. {case}: {shown}; {record.get('tier', '')}", flush=True)
         for name, why in record["failed"].items():
             print(f"  {name}: {why}", flush=True)
@@ -298,12 +304,15 @@ def run(arguments: argparse.Namespace) -> int:
         most = 64
     end = begin + 60 * arguments.minutes
     cases: Iterator[Case] = (draw(rng, memory, most) for _ in range(count))
+    if arguments.thin:
+        cases = thin_cases.cases()
     peers = not (arguments.dry or arguments.eager)
     clock: Any = HostClock()
     if device == "cuda":
         from cuda_gpu import Clock
 
         clock = Clock(15)
+    speed = copied(clock) if arguments.thin and device == "cuda" else 0.0
     into = Path(arguments.into or (_aside() if arguments.dry else KEPT))
     into.parent.mkdir(parents=True, exist_ok=True)
     with into.open("a") as file:
@@ -322,12 +331,19 @@ def run(arguments: argparse.Namespace) -> int:
                 break
             taken = time.perf_counter() - start
             print(f"{len(found)} cases compiled in {taken:.0f} s", flush=True)
-            done += sweep(iter(found), device, clock, peers, end, write, done)
+            done += sweep(iter(found), device, clock, peers, end, write, done, speed)
         if arguments.dry or not arguments.processes:
-            done = sweep(cases, device, clock, peers, end, write)
+            done = sweep(cases, device, clock, peers, end, write, 0, speed)
     print(f"{done} cases in {time.perf_counter() - begin:.0f} s; kept in {into}")
     print(sweep_report.report([x for x in sweep_report.read([into]) if x["run"] == who["id"]]))
     return 0
+
+
+def copied(clock: Any) -> float:
+    """Return the bytes that PyTorch's copy of 1 GiB reads and writes in a second."""
+    x = torch.empty(1 << 28, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / float(clock.device({"copy": lambda: y.copy_(x)})["copy"])
 
 
 def _aside() -> str:
@@ -361,6 +377,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=9, help="for everything")
     parser.add_argument("--seed", type=int, help="of the cases; default: a new one, printed")
+    parser.add_argument(
+        "--thin",
+        action="store_true",
+        help="a fixed list of few rows and columns, and their share of a copy's speed",
+    )
     parser.add_argument("--cases", type=int, help="so many at the most")
     parser.add_argument("--most", type=int, help=f"the largest size, {MOST} by default")
     parser.add_argument("--memory", type=int, default=MEMORY >> 20, help="MiB of a case")

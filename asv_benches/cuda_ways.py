@@ -71,6 +71,18 @@ WORK = [
     Work("small", "f32", 32, 16, 32, 20_000, turned=True),
     Work("small", "f32", 20, 16, 16, 100_000, what="slope"),
     Work("small", "f64", 20, 16, 16, 100_000, what="d_b"),
+    Work("thin", "f32", 1, 4096, 4096),
+    Work("thin", "f32", 8, 4096, 4096),
+    Work("thin", "f32", 1, 4096, 11008, turned=True),
+    Work("thin", "f64", 8, 4096, 4096),
+    Work("thin", "bf16", 1, 4096, 11008),
+    Work("thin", "bf16", 8, 4096, 11008, turned=True),
+    Work("thin", "bf16", 16384, 2048, 8),
+    Work("thin", "f32", 17574, 1670, 1, turned=True),
+    Work("thin", "f32", 17574, 1670, 1, turned=True, what="d_b"),
+    Work("thin", "f32", 17574, 1670, 1, what="slope"),
+    Work("thin", "f32", 52, 484, 4375, turned=True),
+    Work("thin", "f32", 512, 4096, 3200, turned=True),
     Work("others", "bf16", 3000, 1000, 5000),
     Work("others", "f64", 3000, 500, 700),
     Work("others", "f16", 1001, 777, 333),
@@ -228,7 +240,9 @@ def tuned_again() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=[], help="turned, batch, small, others, tune")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="turned, batch, small, thin, others, tune"
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--check", action="store_true", help="no times")
     parser.add_argument(

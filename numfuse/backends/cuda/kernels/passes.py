@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import elements
+from numfuse.backends.cuda.compile import accesses, elements, intrinsics
 from numfuse.backends.cuda.compile.accesses import load_words, store_words
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, types
@@ -145,6 +145,20 @@ def _accesses(dtype: str, accumulator: str, values: int) -> tuple[Any, Any]:
         inlined(wide_values, AS_VALUES=registers.words_as(dtype, accumulator)),
         inlined(store_wide, AS_WORDS=registers.as_words(dtype, accumulator)),
     )
+
+
+def one_loaded(at):
+    """Return a value by its address, as the loads of several return theirs."""
+    return (LOAD_ONE(at),)
+
+
+def loads(dtype: str, values: int, accumulator: str) -> Any:
+    """Return ``load(address)``: so many neighbours as a tuple, widened; 16 bytes past a cache."""
+    if values == 1:
+        return inlined(one_loaded, LOAD_ONE=accesses.load(dtype, 1, accumulator))
+    if values * intrinsics.itemsize(dtype) == 16:
+        return inlined(wide_values, AS_VALUES=registers.words_as(dtype, accumulator))
+    return accesses.load(dtype, values, accumulator)
 
 
 def slopes(

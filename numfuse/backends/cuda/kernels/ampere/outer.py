@@ -1,7 +1,7 @@
 """Bare products with a short K, d_b of few rows: what matters is how fast the result is written.
 
 A thread keeps its columns of Y in registers and walks down some rows, of which it stores 16 bytes
-each. A sum is one chain in the order of K.
+each, or less where rows are no whole 16 bytes. A sum is one chain in the order of K.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -14,6 +14,7 @@ from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
+from numfuse.backends.cuda.kernels import passes
 from numfuse.backends.cuda.kernels.epilogue import in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 from numfuse.language.curves import leaf
@@ -34,11 +35,15 @@ def _outer(x: Array, y: Array, out: Array, m, n):
     if column < n:
         factors = cuda.local.array(DEPTH * VALUES, dtype=ACCUMULATOR)
         total = cuda.local.array(VALUES, dtype=ACCUMULATOR)
-        y_at = y.address + place * y.place + column * Y_BYTES
+        y_at = y.address + place * y.place + column * y.column
         for q in unrolled(DEPTH):
-            loaded = LOAD_Y(y_at + q * y.row)
-            for v in unrolled(VALUES):
-                factors[q * VALUES + v] = loaded[v]
+            if Y_RUNS:
+                loaded = LOAD_Y(y_at + q * y.row)
+                for v in unrolled(VALUES):
+                    factors[q * VALUES + v] = loaded[v]
+            else:
+                for v in unrolled(VALUES):
+                    factors[q * VALUES + v] = LOAD_ONE(y_at + q * y.row + v * y.column)
         x_at = x.address + place * x.place + row * x.row
         out_at = out.address + place * out.place + row * out.row + column * OUT_BYTES
         end = min(row + ROWS, m)
@@ -66,11 +71,12 @@ def _kernel(p: Product, values: int) -> Kernel:
         "VALUES": values,
         "DEPTH": p.k,
         "ROWS": OUTER_ROWS,
-        "Y_BYTES": p.y.itemsize,
+        "Y_RUNS": p.y.in_wholes(p.n, values),
         "OUT_BYTES": p.out.itemsize,
         "ACCUMULATOR": getattr(types, acc),
         "LOAD_X": accesses.load(p.x.dtype, 1, acc),
-        "LOAD_Y": accesses.load(p.y.dtype, values, acc),
+        "LOAD_ONE": accesses.load(p.y.dtype, 1, acc),
+        "LOAD_Y": passes.loads(p.y.dtype, values, acc),
         "STORE": accesses.store_array(p.out.dtype, values, acc),
     }
     threads, name = OUTER_THREADS, f"short K {p.out.dtype}"
@@ -92,15 +98,18 @@ def _has_its_order(product: Product) -> bool:
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
-    """How to run it; None for others, and where rows are not whole accesses of 16 bytes."""
+    """How to run it; None for others, and where rows are no runs of memory."""
     p = product
     if device.capability < (8, 0) or p.k > OUTER_K or p.precision != "ieee":
         return None
     if not _has_its_order(p) or p.m * p.n < OUTER_LEAST:
         return None
-    # columns of a thread
+    # columns of a thread: 16 bytes of sums, or what rows are whole accesses of (of Y, which is
+    # read once for OUTER_ROWS rows, they may be single values)
     values = 16 // intrinsics.itemsize(p.accumulator)
-    if p.x.dtype != p.y.dtype or not all(o.in_wholes(p.n, values) for o in (p.y, p.out)):
+    while values > 1 and not p.out.in_wholes(p.n, values):
+        values //= 2
+    if p.x.dtype != p.y.dtype or not p.out.in_wholes(p.n, values):
         return None
     grid = -(-p.n // (OUTER_THREADS * values)), -(-p.m // OUTER_ROWS), p.places
     if max(grid[1:]) >= 1 << 16:

@@ -30,11 +30,11 @@ from numfuse.backends.cuda.compile.intrinsics import (
 )
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel
-from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
+from numfuse.backends.cuda.compile.unroll import bound, kernel_of
+from numfuse.backends.cuda.kernels import passes
 from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.ampere.vectors_gemm import Vectors, vector_product
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
-from numfuse.backends.cuda.kernels.passes import wide_values
 from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import (
     DeviceInfo,
@@ -224,13 +224,6 @@ def _bits(x: int) -> int:
 
 def _kernel(block: Block, product: Product, side: Operand, columns: bool, cut: bool) -> Kernel:
     p, b, acc = product, block, product.accumulator
-    size = intrinsics.itemsize(b.dtype)
-    if b.width * size == 16:
-        load = inlined(wide_values, AS_VALUES=registers.words_as(b.dtype, acc))
-    elif b.width == 1:
-        load = inlined(_one, LOAD_ONE=accesses.load(b.dtype, 1, acc))
-    else:
-        load = accesses.load(b.dtype, b.width, acc)
     loads = b.spots * b.pieces
     held = b.ahead * loads * b.width
     # what a thread holds, and some 48 for the rest
@@ -255,7 +248,7 @@ def _kernel(block: Block, product: Product, side: Operand, columns: bool, cut: b
         "CUT": cut,
         "RUN": min(tiling.RUN, b.lines),
         "LOAD_SIDE": accesses.load(side.dtype, 1, acc),
-        "LOAD_LONG": load,
+        "LOAD_LONG": passes.loads(b.dtype, b.width, acc),
         "CLEAR": registers.clear(b.total),
         "ADD": registers.add(b.total),
         "MULTIPLY": _multiply(b),
@@ -265,11 +258,6 @@ def _kernel(block: Block, product: Product, side: Operand, columns: bool, cut: b
     blocks = max(2, min(4, 65536 // (THREADS * wanted)))
     options: Any = {"threads": THREADS, "blocks": blocks, "name": name}
     return kernel_of(vector_product, ARGUMENTS, bindings, **options)
-
-
-def _one(at):  # type: ignore[no-untyped-def]
-    """Return a value, as the loads of several return theirs."""
-    return (LOAD_ONE(at),)  # type: ignore[name-defined] # noqa: F821
 
 
 def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
