@@ -380,7 +380,7 @@ def main() -> int:
     parser.add_argument(
         "--thin",
         action="store_true",
-        help="a fixed list of few rows and columns, and their share of a copy's speed",
+        help="a fixed list of few rows and columns",
     )
     parser.add_argument("--cases", type=int, help="so many at the most")
     parser.add_argument("--most", type=int, help=f"the largest size, {MOST} by default")

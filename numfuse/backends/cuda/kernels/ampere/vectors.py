@@ -103,7 +103,7 @@ class Long:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block and a thread have; all powers of two."""
+    """The part of a product that a block and a thread have; all numbers are powers of two."""
 
     dtype: str
     accumulator: str
@@ -233,6 +233,8 @@ def _kernel(block: Block, product: Product, side: Operand, columns: bool, cut: b
     bindings |= bound(b, "ahead total pitch chains") | {
         "THREADS": THREADS,
         "LOADS": loads,
+        # from a value of K to the next in shared memory
+        "FACTOR_BYTES": b.size if b.along else b.side * b.size,
         "HELD": held,
         "SIDE_BITS": _bits(b.side),
         "DEPTH_BITS": _bits(b.depth),

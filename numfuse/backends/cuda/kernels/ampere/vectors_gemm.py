@@ -121,28 +121,36 @@ def vector_product(
         block_barrier()
         kk = i32(share * UNIT)
         while kk < left:
-            whole = i32(kk + (AHEAD - 1) * (SHARERS * UNIT) + UNIT) <= left
-            for a in unrolled(AHEAD):
-                here = i32(kk + a * (SHARERS * UNIT))
-                away = i64(begin + here) * long.depth
-                for u in unrolled(LOADS):
-                    # (a spot, and which access of a unit along K)
-                    SPOT = u // PIECES
-                    PIECE = u % PIECES
-                    if whole or here + PIECE * WIDTH < left:
-                        loaded = LOAD_LONG(at[SPOT] + away + PIECE * WIDTH * long.depth)
+            away = i64(begin + kk) * long.depth
+            step = SHARERS * UNIT * long.depth
+            # (without masks first: a branch at each load would wait for the one before)
+            if i32(kk + (AHEAD - 1) * (SHARERS * UNIT) + UNIT) <= left:
+                for a in unrolled(AHEAD):
+                    for u in unrolled(LOADS):
+                        loaded = LOAD_LONG(
+                            at[u // PIECES] + away + a * step + u % PIECES * WIDTH * long.depth
+                        )
                         for v in unrolled(WIDTH):
                             values[(a * LOADS + u) * WIDTH + v] = loaded[v]
-                    else:
+                for a in unrolled(AHEAD):
+                    here = i32(kk + a * (SHARERS * UNIT))
+                    MULTIPLY(total, values, a, i32(memory + here * FACTOR_BYTES))
+            else:
+                for a in unrolled(AHEAD):
+                    here = i32(kk + a * (SHARERS * UNIT))
+                    for u in unrolled(LOADS):
                         for v in unrolled(WIDTH):
                             values[(a * LOADS + u) * WIDTH + v] = ACCUMULATOR(0)
-            for a in unrolled(AHEAD):
-                here = i32(kk + a * (SHARERS * UNIT))
-                if whole or here < left:
-                    if ALONG:
-                        MULTIPLY(total, values, a, i32(memory + here * SIZE))
-                    else:
-                        MULTIPLY(total, values, a, i32(memory + here * (SIDE * SIZE)))
+                        if here + u % PIECES * WIDTH < left:
+                            loaded = LOAD_LONG(
+                                at[u // PIECES] + away + a * step + u % PIECES * WIDTH * long.depth
+                            )
+                            for v in unrolled(WIDTH):
+                                values[(a * LOADS + u) * WIDTH + v] = loaded[v]
+                for a in unrolled(AHEAD):
+                    here = i32(kk + a * (SHARERS * UNIT))
+                    if here < left:
+                        MULTIPLY(total, values, a, i32(memory + here * FACTOR_BYTES))
             kk = i32(kk + AHEAD * SHARERS * UNIT)
         if CHAINS:
             ADD(kept, total)
