@@ -44,6 +44,7 @@ CASES = (
     ("float32", 3, 516, 520), ("float32", 19, 512, 516), ("float32", 40, 520, 544),
     ("float64", 5, 512, 520), ("float64", 13, 1030, 1031), ("float64", 50, 1024, 1032),
     ("bfloat16", 65, 71, 69), ("float32", 65, 67, 129), ("float32", 7, 5, 9, 1100),
+    ("float32", 70, 37, 3), ("float64", 5, 301, 70), ("bfloat16", 3, 2050, 77),
 )  # fmt: skip
 #: The same for float32 on tensor cores, and for float64 by integers: (precision, tolerance).
 PRECISIONS = {

@@ -278,8 +278,8 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
 
     if long.along:
         units = -(-p.k // unit)
-        # (the sums of 8 vectors leave few registers for others)
-        own = 4
+        # (the sums of several vectors leave few registers for others)
+        own = 2 if side == 4 and unit == 8 else 4
         if side == SIDE:
             own = max(1, unit // 2 // (1 + (p.k > tiling.CHAIN * 32 or unit == 4)))
         sharers = min(32, 1 << _bits(units))

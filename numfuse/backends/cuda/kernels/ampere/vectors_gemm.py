@@ -231,7 +231,7 @@ def sum_columns(memory, sums, m, n, t, few, lines, place, first):
         while own < LINES:
             if first + own < lines:
                 total = ACCUMULATOR(0)
-                for s in unrolled(SIDE):
-                    total = total + TAKE_ONE(i32(memory + (s * LINES + own) * SIZE))
+                for x in unrolled(SIDE):
+                    total = total + TAKE_ONE(i32(memory + (x * LINES + own) * SIZE))
                 STORE_SUM(sums + (place * n + first + own) * SIZE, total)
             own = i32(own + THREADS)
