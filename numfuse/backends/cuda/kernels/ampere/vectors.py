@@ -222,12 +222,14 @@ def _bits(x: int) -> int:
     return x.bit_length() - 1
 
 
-def _kernel(block: Block, product: Product, side: Operand, columns: bool, cut: bool) -> Kernel:
+def _kernel(
+    block: Block, product: Product, side: Operand, columns: bool, contiguous: bool, cut: bool
+) -> Kernel:
     p, b, acc = product, block, product.accumulator
     loads = b.spots * b.pieces
     held = b.ahead * loads * b.width
-    # what a thread holds, and some 48 for the rest
-    wanted = (held + b.total * (1 + b.chains)) * b.size // 4 + 2 * b.spots + 48
+    # what a thread holds, and what factors and the rest took where nothing was spilled
+    wanted = (held + b.total * (1 + b.chains)) * b.size // 4 + 2 * b.spots + 40 + 4 * b.side
     own = 1 if columns else 2
     bindings = bound(b, "along side sharers own depth unit width size groups lines spots pieces")
     bindings |= bound(b, "ahead total pitch chains") | {
@@ -246,6 +248,8 @@ def _kernel(block: Block, product: Product, side: Operand, columns: bool, cut: b
         "JOIN_BITS": _bits(max(1, b.sharers // JOINED)),
         "STEP": JOINED if b.sharers > JOINED else 1,
         "COLUMNS": columns,
+        "CONTIGUOUS": contiguous,
+        "ITEM": intrinsics.itemsize(b.dtype),
         "SIDE_ALONG": abs(side.strides[own]) <= abs(side.strides[3 - own]),
         "CUT": cut,
         "RUN": min(tiling.RUN, b.lines),
@@ -331,7 +335,8 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
         **finishing(p, p.out, planes.slot, in_bytes),
     )
     grid = (-(-long.lines // block.lines), p.places * parts, 1)
-    kernel = _kernel(block, p, side, columns, parts > 1)
+    contiguous = block.along and long.depth == 1
+    kernel = _kernel(block, p, side, columns, contiguous, parts > 1)
     launch = Launch(kernel, grid, arguments, block.shared_bytes(p.sums))
     found = planes.plan((launch,), device, block, block.lines if columns else p.m)
     return replace(found, part=part if parts > 1 else 0)

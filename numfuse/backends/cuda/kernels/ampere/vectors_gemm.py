@@ -83,6 +83,16 @@ def of_result(number):
     return i32(number & (LINES - 1)), i32(number >> LINE_BITS)
 
 
+def beyond(a, u, step):
+    """Return how far access number u of the unit number a is from the first one of these.
+
+    Where K is contiguous it is a number in the instruction.
+    """
+    if CONTIGUOUS:
+        return i64((a * (SHARERS * UNIT) + u % PIECES * WIDTH) * ITEM)
+    return i64(a * (SHARERS * UNIT) + u % PIECES * WIDTH) * step
+
+
 def vector_product(
     side: Vectors, long: Vectors, ends: Ends, sums, m, n, few, lines, k, part, parts
 ):
@@ -122,14 +132,11 @@ def vector_product(
         kk = i32(share * UNIT)
         while kk < left:
             away = i64(begin + kk) * long.depth
-            step = SHARERS * UNIT * long.depth
             # (without masks first: a branch at each load would wait for the one before)
             if i32(kk + (AHEAD - 1) * (SHARERS * UNIT) + UNIT) <= left:
                 for a in unrolled(AHEAD):
                     for u in unrolled(LOADS):
-                        loaded = LOAD_LONG(
-                            at[u // PIECES] + away + a * step + u % PIECES * WIDTH * long.depth
-                        )
+                        loaded = LOAD_LONG(at[u // PIECES] + away + beyond(a, u, long.depth))
                         for v in unrolled(WIDTH):
                             values[(a * LOADS + u) * WIDTH + v] = loaded[v]
                 for a in unrolled(AHEAD):
@@ -142,9 +149,7 @@ def vector_product(
                         for v in unrolled(WIDTH):
                             values[(a * LOADS + u) * WIDTH + v] = ACCUMULATOR(0)
                         if here + u % PIECES * WIDTH < left:
-                            loaded = LOAD_LONG(
-                                at[u // PIECES] + away + a * step + u % PIECES * WIDTH * long.depth
-                            )
+                            loaded = LOAD_LONG(at[u // PIECES] + away + beyond(a, u, long.depth))
                             for v in unrolled(WIDTH):
                                 values[(a * LOADS + u) * WIDTH + v] = loaded[v]
                 for a in unrolled(AHEAD):
