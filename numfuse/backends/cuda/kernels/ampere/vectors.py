@@ -145,8 +145,9 @@ class Block:
 
     @property
     def ahead(self) -> int:
-        """Units of a line that are on their way together."""
-        return max(1, AHEAD // self.own) if self.along else AHEAD
+        """Units of a line that are on their way together: no more than a slice has."""
+        own = self.own if self.along else 1
+        return max(1, min(AHEAD // own, self.depth // (self.sharers * self.unit)))
 
     @property
     def total(self) -> int:
