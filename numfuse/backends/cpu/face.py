@@ -90,8 +90,7 @@ class CpuBackend(OneRun):
         if precision not in (None, *PRECISIONS):
             known = ", ".join(map(repr, PRECISIONS))
             raise ValueError(
-                f"precision must be one of {known} or None for the backend 'cpu', "
-                f"got {precision!r}"
+                f"precision must be one of {known} or None for the backend 'cpu', got {precision!r}"
             )
         if precision in tiling.PARTS and host.tiles_of_parts() is None:
             raise BackendUnavailable(

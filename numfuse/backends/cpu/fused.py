@@ -80,9 +80,7 @@ def _in_order(taken: Mapping[str, Operand]) -> Slots:
     return Slots._make((*every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :])))
 
 
-def fused(
-    p: FusedProblem, names: Sequence[str], threads: int, precision: str = "ieee"
-) -> Program:
+def fused(p: FusedProblem, names: Sequence[str], threads: int, precision: str = "ieee") -> Program:
     """Return the program of an epilogue's problem."""
     zeroed = list(map(names.index, p.zeroed))
     if not (p.sums or p.products or p.summed):

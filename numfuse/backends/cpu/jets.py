@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 Operands = Mapping[str, Operand]
 
 
-def jet(
-    p: JetProblem, names: Sequence[str], threads: int, precision: str = "ieee"
-) -> Program:
+def jet(p: JetProblem, names: Sequence[str], threads: int, precision: str = "ieee") -> Program:
     """Return the program of a jet's problem."""
     arrays: dict[str, Operand] = {}
     for name in names:

@@ -57,9 +57,7 @@ def _less(arrays: Mapping[str, Operand], *names: str) -> dict[str, Operand]:
 
 
 # --- programs -----------------------------------------------------------------------------------
-def forward(
-    p: GemmProblem, names: Sequence[str], threads: int, precision: str = "ieee"
-) -> Program:
+def forward(p: GemmProblem, names: Sequence[str], threads: int, precision: str = "ieee") -> Program:
     """Return the program of a forward on the arrays of these fields of the problem."""
     whole = Part(operands(p, names), p.m, math.prod(p.batch), partial(_forward, p))
     return record(p, names, [whole], threads, precision=precision)

@@ -59,7 +59,7 @@ KC = {4: 512, 8: 512}
 #: bytes as in float32.  AMX takes 4 KiB of A and B in 64 cycles, more than level 2 gives: 16 KiB of
 #: A must stay in level 1.  Measured on Granite Rapids: the kernel does 2.6, 2.2 and 1.8 TFLOP/s at
 #: 256, 512 and 1024, and whole products take 7-17% less time at 256 than at 1024.
-KC_HALVES = {"dot": 1024, "amx": 256, "bf16x6": 128, "bf16x3": 256}
+KC_HALVES = {"dot": 1024, "amx": 256, "bf16x6": 256, "bf16x3": 512}
 #: Updates after which a tile's sums begin anew, at least half of KC.  Rounding errors grow with the
 #: root of the length of a chain of sums: at K = 512 the error is that of OpenBLAS with 256, and 1.4
 #: (values around 0) to 2 times that (positive ones) with 512.

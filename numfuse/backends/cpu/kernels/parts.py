@@ -82,9 +82,7 @@ def pack_parts_b(
             live = min(32, k - p)
             if k_stride == ITEM:
                 for q in range(0, live, 16):
-                    TRANSPOSE(
-                        at + q * ITEM, column_stride, count, live - q, scratch + 64 * q, 64
-                    )
+                    TRANSPOSE(at + q * ITEM, column_stride, count, live - q, scratch + 64 * q, 64)
             else:
                 for q in range(live):
                     for c in range(count):
