@@ -130,7 +130,7 @@ def called(ty: ir.VectorType) -> str:
 
 
 def stack(builder: ir.IRBuilder, size: int) -> ir.Value:
-    """Return a pointer to `size` bytes on the stack, at a line's beginning; they are not cleared."""
+    """Return a pointer to `size` bytes on the stack, at a line, not cleared."""
     with builder.goto_entry_block():
         place = builder.alloca(ir.ArrayType(I8, size))
     place.align = 64
