@@ -50,7 +50,7 @@ def operands(m: int, n: int, k: int) -> dict[str, np.ndarray]:
 
 def warm(mode: str) -> None:
     """Compile the kernels of a mode to the cache on disk."""
-    x = operands(64, 64, 64)
+    x = operands(128, 128, 128)
     for forward, backward in ours(x, (mode,)).values():
         forward()
         backward()

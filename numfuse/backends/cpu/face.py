@@ -114,7 +114,7 @@ class CpuBackend(OneRun):
             )
         large = _takes_threads(p)
         precision = self.precision
-        if precision != "ieee" and not _splits(p):
+        if precision != "ieee" and not _splits(p, precision):
             precision = "ieee"
         made = _RECORD[kind](p, names, threads.number() if large else 1, precision)
         # (`sequence.formulas_of`, written here: a first call passes as few functions as it can)
@@ -212,7 +212,7 @@ class CpuBackend(OneRun):
                 self.record(kind, p, tuple(p.arrays))
 
 
-def _splits(p: Any) -> bool:
+def _splits(p: Any, precision: str) -> bool:
     """Whether the products of a problem are made of parts, where a precision asks for it.
 
     All of them or none, whatever blocks they come in: so a row, and a pre-activation that is made
@@ -221,7 +221,7 @@ def _splits(p: Any) -> bool:
     if format_of(p.dtype) != "float32":
         return False
     rows_ = p.m * math.prod(p.batch) * (getattr(p, "members", None) or 1)
-    return bool(min(rows_, p.n, p.k) >= tiling.LEAST_SPLIT)
+    return bool(min(rows_, p.n, p.k) >= tiling.LEAST_SPLIT[precision])
 
 
 def _takes_threads(p: Any) -> bool:
