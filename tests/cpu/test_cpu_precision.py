@@ -273,6 +273,11 @@ def _derivatives(backend, dtype):
     yield "gated", nf.matmul_activation_mul(a, b, b_up, activation="silu", backend=backend)
     made = nf.matmul_activation_mul_bwd(grad, a, b, b_up, activation="silu", backend=backend)
     yield from ((f"gated {i}", x) for i, x in enumerate(made) if x is not None)
+    directions = np.stack([of(m, k), of(m, k)])
+    made = nf.matmul_bias_activation_jet(a, b, bias, "tanh", directions, backend=backend)
+    yield from ((f"jet {i}", x) for i, x in enumerate(made) if isinstance(x, np.ndarray))
+    made = nf.matmul_epilogue(a, b, lambda z, x: z * x, residual, backend=backend)
+    yield "formula", made
     batch = np.stack([a, 2 * a])
     yield "batch", nf.matmul_bias_activation(batch, b, bias, act, backend=backend)
     turned = nf.matmul_bias_activation(a[::-1], b[:, ::-1], bias, act, backend=backend)

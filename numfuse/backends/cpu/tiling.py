@@ -36,8 +36,8 @@ K_STEPS = {"fma": 1, "dot": 2, "amx": 32, "bf16x6": 32, "bf16x3": 32}
 PARTS = {"bf16x6": 3, "bf16x3": 2}
 #: Rows, columns and depth from which on such a product is made: below, splitting a factor takes
 #: longer than what its few products save.  Measured on Granite Rapids, one thread, as multiples of
-#: the speed of fused multiply-adds, six products and three: 64 cubed 0.82 and 1.01, 64 x 1024 x 1024
-#: 0.94 and 1.07, 128 cubed 1.07 and 1.52, 256 cubed 1.31 and 2.16.
+#: the speed of fused multiply-adds, six products and three: 64 cubed 0.82 and 1.01, 128 cubed 1.07
+#: and 1.52, 256 cubed 1.31 and 2.16, 64 x 1024 x 1024 0.94 and 1.07.
 LEAST_SPLIT = {"bf16x6": 96, "bf16x3": 48}
 #: Fused multiply-adds a cycle, in vectors of sums: two ports, two of a pair each, and 16 x 16 x 32
 #: of AMX in 16 cycles.

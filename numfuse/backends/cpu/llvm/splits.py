@@ -125,9 +125,10 @@ def _emulated_product(function: ir.Function) -> None:
             pair = builder.load(pointer_to(builder, builder.add(a, offset), 4 * k, I32), align=4)
             left = broadcast(builder, pair, _LANES)
             right = builder.load(pointer_to(builder, b, LINE * k, _WORDS), align=4)
-            lows = [floats(builder.shl(x, half)) for x in (left, right)]
-            highs = [floats(builder.and_(x, high)) for x in (left, right)]
-            even, odd = multiply_add(builder, *lows, even), multiply_add(builder, *highs, odd)
+            low_a, low_b = (floats(builder.shl(x, half)) for x in (left, right))
+            high_a, high_b = (floats(builder.and_(x, high)) for x in (left, right))
+            even = multiply_add(builder, low_a, low_b, even)
+            odd = multiply_add(builder, high_a, high_b, odd)
         place = pointer_to(builder, builder.add(sums, offset), 0, _FLOATS)
         total = builder.fadd(builder.load(place, align=4), builder.fadd(even, odd))
         builder.store(total, place, align=4)
