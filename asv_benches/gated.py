@@ -5,12 +5,14 @@
     python asv_benches/gated.py --device cuda          a GPU: bfloat16, float32, float64
     python asv_benches/gated.py --compile --autotune   torch.compile too, and its max-autotune
     python asv_benches/gated.py --draw 7 10            10 shapes that seed 7 draws
+    python asv_benches/gated.py --alternate            weights that are alternate columns
 
 On a GPU device times, with the second-level cache flushed before every call; on the processor wall
 times, after a rest and a call that wakes the threads. Contestants take turns in random order,
 figures are medians. PyTorch's ways: two products and the gate, and one product of both weights side
-by side. The bare product has that width, 2 N. Results are compared with float64. A ratio is the
-fastest peer's time by ours.
+by side. The bare product has that width, 2 N. With `--alternate` the weights are every other column
+of one array, for PyTorch too; the rows "halves" are numfuse's with the same numbers side by side.
+Results are compared with float64. A ratio is the fastest peer's time by ours.
 """
 
 from __future__ import annotations
@@ -67,6 +69,21 @@ def wide_backward(grad: Any, a: Any, both: Any, pre: Any) -> Any:
 
 def wide_again(grad: Any, a: Any, both: Any) -> Any:
     return wide_backward(grad, a, both, a @ both)
+
+
+def alternate_forward(a: Any, both: Any) -> Any:
+    pre = a @ both
+    return silu(pre[..., ::2]) * pre[..., 1::2]
+
+
+def alternate_backward(grad: Any, a: Any, both: Any, pre: Any) -> Any:
+    d_pre = torch.stack(slopes(grad, pre[..., ::2], pre[..., 1::2]), -1).flatten(-2)
+    d_both = a.t() @ d_pre
+    return d_pre @ both.t(), d_both[:, ::2], d_both[:, 1::2]
+
+
+def alternate_again(grad: Any, a: Any, both: Any) -> Any:
+    return alternate_backward(grad, a, both, a @ both)
 
 
 # --- times ---------------------------------------------------------------------------------------
@@ -212,6 +229,61 @@ def layer(bench: Bench, dtype: str, m: int, k: int, n: int) -> None:
                 "eager, wide": lambda: wide_again(grad, a, both),
                 **dict(bench.compiled(two_again, grad, a, gate, up)),
                 **dict(bench.compiled(wide_again, grad, a, both)),
+            },
+            exact,
+            {},
+        )
+
+
+def alternate(bench: Bench, dtype: str, m: int, k: int, n: int) -> None:
+    """The rows of a gated layer whose weights are alternate columns of one array, and halves."""
+    kind = getattr(torch, dtype)
+    a, grad = (torch.randn(m, x, device=bench.device).to(kind) for x in (k, n))
+    both = (torch.randn(k, 2 * n, device=bench.device) * k**-0.5).to(kind)
+    gate, up = both[:, ::2], both[:, 1::2]
+    beside = torch.cat([gate, up], 1)
+    p, u, pre = a @ gate, a @ up, a @ both
+    wide = [x.double() for x in (grad, a, gate, up)]
+    views = {"alternate": (grad, a, gate, up), "halves": (grad, a, *beside.chunk(2, 1))}
+    if bench.device != "cuda":
+        views = {name: tensors_of(*x) for name, x in views.items()}
+    name = f"{dtype} {m} x {k} -> {n}"
+    with torch.no_grad():
+        _, saved = nf.matmul_activation_mul(*views["halves"][1:], return_pre_activation=True)
+        layer, slopes_of = nf.matmul_activation_mul, nf.matmul_activation_mul_bwd
+        bench.row(
+            f"{name} forward",
+            {way: lambda x=x: layer(*x[1:]) for way, x in views.items()},
+            {
+                "eager, two": lambda: two_forward(a, gate, up),
+                "eager, wide": lambda: alternate_forward(a, both),
+                **dict(bench.compiled(two_forward, a, gate, up)),
+                **dict(bench.compiled(alternate_forward, a, both)),
+            },
+            (two_forward(*wide[1:]),),
+            {"the bare product": lambda: a @ both},
+        )
+        exact = two_again(*wide)
+        bench.row(
+            f"{name} backward, saved",
+            {way: lambda x=x: slopes_of(*x, pre_activation=saved)[:3] for way, x in views.items()},
+            {
+                "eager, two": lambda: two_backward(grad, a, gate, up, p, u),
+                "eager, wide": lambda: alternate_backward(grad, a, both, pre),
+                **dict(bench.compiled(two_backward, grad, a, gate, up, p, u)),
+                **dict(bench.compiled(alternate_backward, grad, a, both, pre)),
+            },
+            exact,
+            {},
+        )
+        bench.row(
+            f"{name} backward, recomputed",
+            {way: lambda x=x: slopes_of(*x)[:3] for way, x in views.items()},
+            {
+                "eager, two": lambda: two_again(grad, a, gate, up),
+                "eager, wide": lambda: alternate_again(grad, a, both),
+                **dict(bench.compiled(two_again, grad, a, gate, up)),
+                **dict(bench.compiled(alternate_again, grad, a, both)),
             },
             exact,
             {},
@@ -368,6 +440,7 @@ def main() -> int:
     parser.add_argument("--autotune", action="store_true", help="and its max-autotune mode")
     parser.add_argument("--jax", action="store_true", help="wall times beside jax.jit, too")
     parser.add_argument("--only-jax", action="store_true", help="these alone")
+    parser.add_argument("--alternate", action="store_true", help="weights of alternate columns")
     parser.add_argument("--draw", nargs=2, type=int, metavar=("SEED", "COUNT"))
     parser.add_argument("--json", help="write all figures here")
     arguments = parser.parse_args()
@@ -388,13 +461,15 @@ def main() -> int:
     for dtype in dtypes:
         for shape in shapes:
             try:
-                if not arguments.only_jax:
+                if arguments.alternate:
+                    alternate(bench, dtype, *shape)
+                elif not arguments.only_jax:
                     layer(bench, dtype, *shape)
                 if arguments.jax or arguments.only_jax:
                     beside_jax(bench, dtype, *shape)
             except torch.OutOfMemoryError as reason:
                 print(f"  {dtype} {shape}: {str(reason)[:100]}")
-    if not (arguments.draw or arguments.shapes):
+    if not (arguments.draw or arguments.shapes or arguments.alternate):
         own_epilogue(bench, *(("bfloat16", 4096) if on_gpu else ("float32", 1024)))
         step_of_adam(bench, 1 << (26 if on_gpu else 23))
     if arguments.json:

@@ -2,11 +2,13 @@
 
     python asv_benches/jets_members.py
     python asv_benches/jets_members.py --only float64 --seconds 2
+    python asv_benches/jets_members.py --only float32 --precision bf16x6
 
 The Laplacian of a network of 50 inputs, 2048 points, as in `jets_gpu.py`: its forward, and the
 gradient of its mean square by all weights, as CUDA graphs that take turns in one process. Every way
 is compared with the passes' results first; an error beyond 1e-10 (float64) or 1e-4 of the largest
 value fails. Then the device's time of each kernel, by PyTorch's profiler, of the products' way.
+With `--precision` the float32 rows are of that precision, beside the passes of exact products.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ WAYS: dict[str, dict[Any, dict[str, Any]]] = {
 }
 #: The programs of graphs, whose kernels and constants live as long as they do.
 HELD: list[Any] = []
-BOUNDS = {"float64": 1e-10, "float32": 1e-4}
+#: The largest error of a dtype, or of a precision that is no IEEE 754.
+BOUNDS = {"float64": 1e-10, "float32": 1e-4, "bf16x6": 1e-4, "bf16x3": 1e-3, "tf32": 1e-1}
 
 
 def recorded(way: str, run: Callable[[], Any]) -> Callable[[], Any]:
@@ -55,13 +58,23 @@ def recorded(way: str, run: Callable[[], Any]) -> Callable[[], Any]:
             setattr(owner, name, value)
 
 
-def compare(name: str, dtype: str, calls: dict[str, Callable[[], Any]], found: Any) -> None:
+def with_precision(run: Callable[[], Any], precision: str) -> Callable[[], Any]:
+    """Return a call whose products have a precision."""
+
+    def precise() -> Any:
+        with nf.use_backend("cuda", precision=precision):
+            return run()
+
+    return precise
+
+
+def compare(name: str, bound: float, calls: dict[str, Callable[[], Any]], found: Any) -> None:
     """Raise if a way's results are not those of the passes; print how far they are."""
     exact = found(calls["passes"]())
     for way, call in calls.items():
         error = np.abs(found(call()) - exact).max() / np.abs(exact).max()
         print(f"  {name}, {way}: {error:.0e} from the passes", flush=True)
-        if not error <= BOUNDS[dtype]:
+        if not error <= bound:
             raise AssertionError(f"{name}, {way}: {error}")
 
 
@@ -77,7 +90,9 @@ def kernels(run: Callable[[], Any]) -> None:
         print(f"    {e.device_time_total / 3e3:8.3f} ms in {e.count // 3:3d}  {e.key[:90]}")
 
 
-def row(name: str, points: int, sizes: tuple[int, ...], dtype: str, seconds: float) -> None:
+def row(
+    name: str, points: int, sizes: tuple[int, ...], dtype: str, seconds: float, precision: str
+) -> None:
     """Print a network's forward and gradient in every way."""
     rng = np.random.default_rng(0)
     x, layers = operands(rng, points, (2, *sizes[1:]), dtype)
@@ -93,14 +108,21 @@ def row(name: str, points: int, sizes: tuple[int, ...], dtype: str, seconds: flo
     def value(found: Any) -> np.ndarray:
         return np.concatenate([y.cpu().numpy().ravel() / max(1, y.shape[0]) for y in found])
 
+    exact = precision == "ieee"
+    label, bound = ("", BOUNDS[dtype]) if exact else (f" {precision}", BOUNDS[precision])
     gradient = ours(on, ws, bs, second, laplace_grads)
     for what, run, found in (("forward", forward, value), ("gradient", gradient, flat)):
         ways = [way for way in WAYS if dtype == "float64" or "blocks" not in way]
-        calls = {way: recorded(way, run) for way in ways}
-        compare(f"{name}, {what}", dtype, calls, found)
+        chosen = with_precision(run, precision)
+        # those of exact products come first: all others are compared with them
+        calls = {"passes": recorded("passes", run)}
+        calls |= {
+            f"{way}{label}": recorded(way, chosen) for way in ways if label or way != "passes"
+        }
+        compare(f"{name}, {what}", bound, calls, found)
         told = ", ".join(f"{way} {1e3 * t:.3f} ms" for way, t in timed(calls, seconds).items())
         print(f"{name}, {what}: {told}", flush=True)
-        kernels(calls["products"])
+        kernels(calls[f"products{label}"])
         del calls
         torch.cuda.empty_cache()
 
@@ -110,11 +132,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD")
     parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--precision", choices=("ieee", "bf16x6", "bf16x3", "tf32"), default="ieee")
     args = parser.parse_args()
     print(torch.cuda.get_device_name())
     for name, (points, sizes, dtype) in LAPLACE.items():
         if all(word in name for word in args.only):
-            row(name, points, sizes, dtype, args.seconds)
+            precision = args.precision if dtype == "float32" else "ieee"
+            row(name, points, sizes, dtype, args.seconds, precision)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Hop 1 of the gated layer: two products of one left factor, their gate, and all derivatives.
 
 The conventions are those of :mod:`numfuse.functional` and :mod:`numfuse.differentials`. The two
-weights may be views of one array (halves, or every other column): no copy is made.
+weights may be views of one array (halves, or every other column). No copy of them is made, with two
+exceptions on CUDA (docs/cuda.md): alternate columns for Hopper's copy engine, and float32 where a
+copy is faster.
 """
 
 from __future__ import annotations

@@ -248,8 +248,8 @@ class use_backend(ContextDecorator):
     backend : str or backend object
         "cpu", "cuda", "webgpu", "reference", or an object.
     device, precision : optional
-        Passed to the backend, which checks them. A backend with one device and one precision (the
-        CPU and the reference) accepts only None.
+        Passed to the backend, which checks them. The CPU has one device, the reference one
+        precision too: they accept only None.
     shaders : str, optional
         For "webgpu" alone: "reference" takes numfuse's plain shaders of the shader contract
         (:func:`numfuse.webgpu.reference_shaders`) in place of its fast ones.
@@ -261,7 +261,7 @@ class use_backend(ContextDecorator):
     TypeError
         Neither a name nor a backend object.
     BackendUnavailable
-        The backend cannot run here.
+        The backend, or the precision on this processor, cannot run here.
 
     Examples
     --------

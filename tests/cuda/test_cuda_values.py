@@ -294,8 +294,9 @@ def test_networks_in_16_bits_are_those_of_float64_to_the_roundings_of_layers(
 ):
     """`test_cuda_half_networks` has the bounds; here each result is held to its whole size.
 
-    A rounding of a part `unit` of a sum changes the sign of about as large a part of the sums. There relu's
-    derivative jumps, so the gradients' squared error is that part of their square: the error grows as its root.
+    A rounding of a part `unit` of a sum changes the sign of about as large a part of the sums.
+    There relu's derivative jumps, so the gradients' squared error is that part of their square: the
+    error grows as its root.
     """
     case = Case(widths, points, HALVES[dtype], activation=activation)
     found, made = case.forward(True), case.backward(True)

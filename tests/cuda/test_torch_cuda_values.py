@@ -66,7 +66,7 @@ def test_a_step_of_training_is_that_of_pytorch_in_float64(widths, dtype, unit):
     if widths[0] < 8 or dtype.itemsize == 2:
         assert "network" in nf.last_call().kernel
     grad = torch.randn_like(wanted).to(dtype)
-    # PyTorch runs a backward of CUDA tensors in a thread of its own, and each thread has its last call.
+    # PyTorch runs a backward of CUDA tensors in a thread of its own; each thread has its last call.
     kernels = []
     own[0].register_hook(lambda _: kernels.append(nf.last_call().kernel))
     out.backward(grad)

@@ -19,6 +19,7 @@ class _Recorder(CpuBackend):
     """The CPU backend, which remembers what it launches."""
 
     def __init__(self, backend: CpuBackend) -> None:
+        super().__init__(backend.precision)
         self.replay = backend.replay
         self.launches: list[tuple[Any, tuple[Any, ...]]] = []
 

@@ -220,13 +220,14 @@ def product(
     summed: tuple[int, ...] = (),
     turns: bool = True,
     rows: Group | None = None,
+    precision: str = "ieee",
 ) -> Plan | None:
     """``row(sum over summed axes of a @ b)`` for every batch element, on so many threads at most.
 
     `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
-    `turns` lets the transpose be made; `rows` says that the row function takes groups of rows. None
-    where there is nothing to compute.
+    `turns` lets the transpose be made; `rows` says that the row function takes groups of rows;
+    `precision` is that of two factors of float32. None where there is nothing to compute.
     """
     if turns and rows is None and is_turned(a, b, slots):
         a, b = b.turned(), a.turned()
@@ -252,17 +253,21 @@ def product(
         "D_B_K": b_k,
         "D_B_COLUMN": b_column,
     }
-    if m <= tiling.THIN_ROWS and fmas and a.fmt == b.fmt == acc and b.itemsize in (b_k, b_column):
+    r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt, precision)
+    split = r.kind in tiling.PARTS
+    thin = m <= tiling.THIN_ROWS and not split
+    if thin and fmas and a.fmt == b.fmt == acc and b.itemsize in (b_k, b_column):
         r = library.registers_of(acc)
         count = 1 if fmas < m * tiling.PARALLEL_THIN else threads
         t = tiling.thin(n, k, axes.elements, count, r, r.chunk if chunked else r.mr)
         cell = library.thin_cell(acc, b_column == b.itemsize)
         held = 0 if rows is None else rows.held
         return _plan(cell, head, operands, axes, t, r, count, (row,), held=held)
-    r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt)
     count = 1 if fmas < tiling.parallel_fmas(r) else threads
-    steps = (b_k, b_column) if b.fmt == acc else None
-    unit = r.chunk if chunked else r.mr
+    steps = (b_k, b_column) if b.fmt == acc and not split else None
+    unit = r.mr
+    if chunked:
+        unit = library.chunk(a.fmt) if split else r.chunk
     if rows is not None:  # chunks are of points; a cell has whole groups
         unit = unit * rows.members if chunked else math.lcm(unit, rows.members)
     t = tiling.gemm(m, n, k, axes.elements, axes.sums, count, r, unit, steps)

@@ -35,8 +35,12 @@ from numfuse.runtime.replay import Recording, Replay
 if TYPE_CHECKING:
     from numfuse.activations import Activation
 
+#: How products of float32 are made: as IEEE 754 says, or of three or two bfloat16 parts each (six
+#: or three products) by AMX tiles.
+PRECISIONS = ("ieee", *tiling.PARTS)
+
 #: What records each kind of problem.
-_RECORD: dict[str, Callable[[Any, Sequence[str], int], Program]] = {
+_RECORD: dict[str, Callable[[Any, Sequence[str], int, str], Program]] = {
     "forward": layers.forward,
     "backward": layers.backward,
     "double_backward": layers.double_backward,
@@ -47,7 +51,13 @@ _RECORD: dict[str, Callable[[Any, Sequence[str], int], Program]] = {
 
 
 class CpuBackend(OneRun):
-    """Fused kernels on the host's vector units, parallel over cells of the output."""
+    """Fused kernels on the host's vector units, parallel over cells of the output.
+
+    Parameters
+    ----------
+    precision : {"ieee", "bf16x6", "bf16x3"}
+        Of float32 products.
+    """
 
     name = "cpu"
     jet = partialmethod(OneRun._run, "jet")
@@ -58,8 +68,36 @@ class CpuBackend(OneRun):
     #: Columns of the widest layer of a network that these run.
     widest_network = networks.WIDEST
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str = "ieee") -> None:
+        self.precision = precision
         self.replay: Replay[Any] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)
+
+    def __repr__(self) -> str:
+        return f"CpuBackend({self.precision!r})"
+
+    def configure(self, device: Any = None, precision: str | None = None) -> CpuBackend:
+        """Return this backend with another precision of products.
+
+        Raises
+        ------
+        ValueError
+            A device is named, or the precision is none that processors have.
+        BackendUnavailable
+            This processor, or its system, lacks what the precision needs.
+        """
+        if device is not None:
+            raise ValueError(f"device must be None for the backend 'cpu', got {device!r}")
+        if precision not in (None, *PRECISIONS):
+            known = ", ".join(map(repr, PRECISIONS))
+            raise ValueError(
+                f"precision must be one of {known} or None for the backend 'cpu', got {precision!r}"
+            )
+        if precision in tiling.PARTS and host.tiles_of_parts() is None:
+            raise BackendUnavailable(
+                self.name,
+                f"precision {precision!r} needs AMX tiles of bfloat16, and {host.parts_refused()}",
+            )
+        return _of(self.precision if precision is None else precision)
 
     @property
     def traits(self) -> Traits:
@@ -75,7 +113,10 @@ class CpuBackend(OneRun):
                 sequence.nothing([names.index(x) for x in zeroed if x in names]), (), 0
             )
         large = _takes_threads(p)
-        made = _RECORD[kind](p, names, threads.number() if large else 1)
+        precision = self.precision
+        if precision != "ieee" and not _splits(p, precision):
+            precision = "ieee"
+        made = _RECORD[kind](p, names, threads.number() if large else 1, precision)
         # (`sequence.formulas_of`, written here: a first call passes as few functions as it can)
         formulas, redefined = [], False
         for kernel in made.kernels:
@@ -106,6 +147,9 @@ class CpuBackend(OneRun):
             "half products": {
                 fmt: host.product_name(host.product(fmt), fmt) for fmt in ("float16", "bfloat16")
             },
+            "float32 precisions": ", ".join(
+                PRECISIONS if host.tiles_of_parts() is not None else PRECISIONS[:1]
+            ),
             "register tile": {
                 acc: f"{r.mr} x {r.nr}"
                 for acc in ("float32", "float64")
@@ -168,6 +212,18 @@ class CpuBackend(OneRun):
                 self.record(kind, p, tuple(p.arrays))
 
 
+def _splits(p: Any, precision: str) -> bool:
+    """Whether the products of a problem are made of parts, where a precision asks for it.
+
+    All of them or none, whatever blocks they come in: so a row, and a pre-activation that is made
+    again, have the same bits.
+    """
+    if format_of(p.dtype) != "float32":
+        return False
+    rows_ = p.m * math.prod(p.batch) * (getattr(p, "members", None) or 1)
+    return bool(min(rows_, p.n, p.k) >= tiling.LEAST_SPLIT[precision])
+
+
 def _takes_threads(p: Any) -> bool:
     """Whether a program of the problem may take more threads than one: small ones never ask."""
     members = getattr(p, "members", None) or 1
@@ -181,3 +237,9 @@ def _takes_threads(p: Any) -> bool:
 if (_refused := host.refused_setting()) is not None:
     raise BackendUnavailable("cpu", _refused)
 BACKEND = CpuBackend()
+_BACKENDS = {BACKEND.precision: BACKEND}
+
+
+def _of(precision: str) -> CpuBackend:
+    """Return the one backend object of a precision."""
+    return _BACKENDS.setdefault(precision, CpuBackend(precision))

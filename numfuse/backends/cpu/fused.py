@@ -80,7 +80,7 @@ def _in_order(taken: Mapping[str, Operand]) -> Slots:
     return Slots._make((*every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :])))
 
 
-def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
+def fused(p: FusedProblem, names: Sequence[str], threads: int, precision: str = "ieee") -> Program:
     """Return the program of an epilogue's problem."""
     zeroed = list(map(names.index, p.zeroed))
     if not (p.sums or p.products or p.summed):
@@ -97,7 +97,7 @@ def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
         kept = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, kept, itemsize, library.chunk(fmt))
     part = Part(arrays, *blocks, partial(work, p), _by_rows(p), (*p.summed, *p.products))
-    return record(p, names, [part], threads, zeroed)
+    return record(p, names, [part], threads, zeroed, precision=precision)
 
 
 def _by_rows(p: FusedProblem) -> frozenset[str]:

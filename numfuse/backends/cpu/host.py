@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 import re
 import sys
@@ -18,6 +19,7 @@ import llvmlite.binding as llvm
 from numba.core import config
 from numba.core.registry import cpu_target
 
+from numfuse.backends.cpu.tiling import PARTS
 from numfuse.runtime.compilation import compiled
 
 # Each takes one instruction where the processor has it.  Without it, vectors come in pieces, and a
@@ -153,6 +155,30 @@ def product(fmt: str) -> str:
     return "dot" if fmt == "bfloat16" and "avx512bf16" in have else "fma"
 
 
+#: The environment variable that lets products of bfloat16 parts run without AMX, for tests of their
+#: meaning: "emulated" computes each instruction on tiles by vectors, many times slower.
+TILES_VARIABLE = "NUMFUSE_TILES"
+
+
+@functools.cache
+def tiles_of_parts() -> str | None:
+    """Return what multiplies the bfloat16 parts of float32: "amx", "emulated", or None."""
+    if os.environ.get(TILES_VARIABLE) == "emulated":
+        return "emulated"
+    return "amx" if product("bfloat16") == "amx" else None
+
+
+def parts_refused() -> str:
+    """Return why this process has no products of bfloat16 parts."""
+    told: Any = config
+    if told.CPU_NAME is not None or told.CPU_FEATURES is not None or not told.ENABLE_AVX:
+        return "Numba is told to compile for another processor"
+    lacking = sorted({"amx-tile", "amx-bf16", "avx512bw", "avx512vl"} - features())
+    if lacking:
+        return f"{name()} lacks {', '.join(lacking)}"
+    return "the operating system does not let this process use AMX tiles (Linux from 5.16 on does)"
+
+
 @functools.cache
 def tiles_permitted() -> bool:
     """Ask the kernel of Linux, once a process, to let all of its threads use AMX tiles."""
@@ -171,6 +197,10 @@ def product_name(kind: str, fmt: str) -> str:
         "fma": vector_name() + (", widened" if fmt in ("float16", "bfloat16") else ""),
         "dot": "AVX512-BF16 dot products",
         "amx": f"AMX tiles of {fmt}",
+        **{
+            how: f"{how} by {'emulated' if tiles_of_parts() == 'emulated' else 'AMX'} tiles"
+            for how in PARTS
+        },
     }[kind]
 
 

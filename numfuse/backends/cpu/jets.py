@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Operands = Mapping[str, Operand]
 
 
-def jet(p: JetProblem, names: Sequence[str], threads: int) -> Program:
+def jet(p: JetProblem, names: Sequence[str], threads: int, precision: str = "ieee") -> Program:
     """Return the program of a jet's problem."""
     arrays: dict[str, Operand] = {}
     for name in names:
@@ -61,7 +61,7 @@ def jet(p: JetProblem, names: Sequence[str], threads: int) -> Program:
     one_row = {x for y in p.operands for x in (y, f"d_{y}") if x in used and _is_row(p, used[x])}
     by_rows = frozenset(name for name in used if name not in SHARED and name not in one_row)
     part = Part(used, rows_, members, work, by_rows, ("d_b", "d_bias", *p.slopes))
-    return record(p, names, [part], threads)
+    return record(p, names, [part], threads, precision=precision)
 
 
 #: Bytes of a block's own stacks, which its passes read again from the caches of the cores.

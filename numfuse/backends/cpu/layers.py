@@ -57,13 +57,15 @@ def _less(arrays: Mapping[str, Operand], *names: str) -> dict[str, Operand]:
 
 
 # --- programs -----------------------------------------------------------------------------------
-def forward(p: GemmProblem, names: Sequence[str], threads: int) -> Program:
+def forward(p: GemmProblem, names: Sequence[str], threads: int, precision: str = "ieee") -> Program:
     """Return the program of a forward on the arrays of these fields of the problem."""
     whole = Part(operands(p, names), p.m, math.prod(p.batch), partial(_forward, p))
-    return record(p, names, [whole], threads)
+    return record(p, names, [whole], threads, precision=precision)
 
 
-def backward(p: GemmBackwardProblem, names: Sequence[str], threads: int) -> Program:
+def backward(
+    p: GemmBackwardProblem, names: Sequence[str], threads: int, precision: str = "ieee"
+) -> Program:
     """Return the program of a backward, in blocks that bound what it holds."""
     sums = (
         []
@@ -79,7 +81,8 @@ def backward(p: GemmBackwardProblem, names: Sequence[str], threads: int) -> Prog
     if not p.activation.is_identity:
         held = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, held, size, chunk)
-        return record(p, names, [Part(arrays, *blocks, partial(_backward, p))], threads)
+        whole = Part(arrays, *blocks, partial(_backward, p))
+        return record(p, names, [whole], threads, precision=precision)
     # No grad_pre has to be held: the products in one piece, the partial sums of d_bias in blocks
     # that take as much room as grad_pre would.
     parts = []
@@ -93,10 +96,12 @@ def backward(p: GemmBackwardProblem, names: Sequence[str], threads: int) -> Prog
         if scattered(p, joined):  # here grad is held; whole chunks are joined in any blocks
             count, members = tiling.backward_block(p.m, p.n, 0, size, chunk)
         parts.append(Part(joined, count, members, partial(_backward, p)))
-    return record(p, names, parts, threads, sums=sums)
+    return record(p, names, parts, threads, sums=sums, precision=precision)
 
 
-def double_backward(p: GemmDoubleBackwardProblem, names: Sequence[str], threads: int) -> Program:
+def double_backward(
+    p: GemmDoubleBackwardProblem, names: Sequence[str], threads: int, precision: str = "ieee"
+) -> Program:
     """Return the program of a double backward; what nothing contributes to is set to zero."""
     residual = p.d_residual is not None
     if p.batch:
@@ -126,10 +131,12 @@ def double_backward(p: GemmDoubleBackwardProblem, names: Sequence[str], threads:
             parts.append(_whole(p, _less(arrays, "pre", "d_grad"), _linear))
     elif any(name in arrays for name in there):
         parts.append(Part(arrays, *_rows(p), partial(_double_backward, p, bent)))
-    return record(p, names, parts, threads, zeroed)
+    return record(p, names, parts, threads, zeroed, precision=precision)
 
 
-def tangent(p: GemmTangentProblem, names: Sequence[str], threads: int) -> Program:
+def tangent(
+    p: GemmTangentProblem, names: Sequence[str], threads: int, precision: str = "ieee"
+) -> Program:
     """Return the program of the forward with its derivative along tangents."""
     arrays = operands(p, names)
     moved = any(name in arrays for name in "uvwz")
@@ -137,14 +144,16 @@ def tangent(p: GemmTangentProblem, names: Sequence[str], threads: int) -> Progra
         # A tangent of the bias alone is read as it is: no T is held that a block would bound.
         products = "u" in arrays or "v" in arrays
         blocks = _rows(p) if products else (max(1, p.m), max(1, math.prod(p.batch)))
-        return record(p, names, [Part(arrays, *blocks, partial(_tangent, p))], threads)
+        whole = Part(arrays, *blocks, partial(_tangent, p))
+        return record(p, names, [whole], threads, precision=precision)
     parts = []
     if "out" in arrays:  # (the tangent of the identity needs no value)
         parts.append(_whole(p, _less(arrays, "u", "v", "w", "z", "out_dot"), _forward))
     if moved:
         work = partial(_moved, p, "out_dot")
         parts.insert(0, Part(_less(arrays, "residual", "out"), *_rows(p), work))
-    return record(p, names, parts, threads, [] if moved else [names.index("out_dot")])
+    zeroed = [] if moved else [names.index("out_dot")]
+    return record(p, names, parts, threads, zeroed, precision=precision)
 
 
 def _whole(p: Any, arrays: Mapping[str, Operand], work: Any) -> Part:

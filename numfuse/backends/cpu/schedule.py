@@ -153,13 +153,14 @@ def record(
     threads: int,
     zeroed: Sequence[int] = (),
     sums: Sequence[Sum] = (),
+    precision: str = "ieee",
 ) -> Program:
     """Return the program of an operation on the arrays of these names."""
     blocks: list[list[list[Step]]] = []
     own: list[Operand] = []
     totals: dict[str, Operand] = {}
     for part in parts:
-        made = _Schedule(p, part, threads)
+        made = _Schedule(p, part, threads, precision)
         blocks += made.blocks()
         own += made.own
         totals |= made.totals
@@ -174,8 +175,8 @@ def record(
 class _Schedule:
     """The plans of a part, block by block."""
 
-    def __init__(self, p: Any, part: Part, threads: int) -> None:
-        self.p, self.part, self.threads = p, part, threads
+    def __init__(self, p: Any, part: Part, threads: int, precision: str) -> None:
+        self.p, self.part, self.threads, self.precision = p, part, threads, precision
         self.fmt, self.acc = format_of(p.dtype), format_of(p.acc_dtype)
         self.whole = part.operands
         self.apart = scattered(p, self.whole)
@@ -293,7 +294,16 @@ class _Schedule:
                     slots = slots.each(_rows_apart)
                     right, members = _rows_apart(right), (*batch, x.shape[-2])
                 after[i].append(
-                    descriptors.product(left, right, row, slots, self.threads, members, summed)
+                    descriptors.product(
+                        left,
+                        right,
+                        row,
+                        slots,
+                        self.threads,
+                        members,
+                        summed,
+                        precision=self.precision,
+                    )
                 )
         phases += [*after, copies] if copies else after
         return [[plan for plan in phase if plan is not None] for phase in phases]
@@ -309,6 +319,7 @@ class _Schedule:
                 x.summed,
                 turns=not x.across,
                 rows=x.group,
+                precision=self.precision,
             )
         over = x.slots.grad or x.slots.out
         if x.group is not None:

@@ -31,10 +31,17 @@ REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
 LANE_TILES = {16: (8, 3)}
 #: The kinds of product: fused multiply-adds of widened factors; dot products of pairs along K
 #: (AVX512-BF16); products of AMX tiles.  Values of K that a step of the micro-kernel takes.
-K_STEPS = {"fma": 1, "dot": 2, "amx": 32}
+K_STEPS = {"fma": 1, "dot": 2, "amx": 32, "bf16x6": 32, "bf16x3": 32}
+#: The kinds that split float32 into parts of bfloat16, and how many: tiles multiply these.
+PARTS = {"bf16x6": 3, "bf16x3": 2}
+#: Rows, columns and depth from which on such a product is made: below, splitting a factor takes
+#: longer than what its few products save.  Measured on Granite Rapids, one thread, as multiples of
+#: the speed of fused multiply-adds, six products and three: 64 cubed 0.82 and 1.01, 128 cubed 1.07
+#: and 1.52, 256 cubed 1.31 and 2.16, 64 x 1024 x 1024 0.94 and 1.07.
+LEAST_SPLIT = {"bf16x6": 96, "bf16x3": 48}
 #: Fused multiply-adds a cycle, in vectors of sums: two ports, two of a pair each, and 16 x 16 x 32
 #: of AMX in 16 cycles.
-KIND_VECTORS = {"fma": 2, "dot": 4, "amx": 32 * 2}
+KIND_VECTORS = {"fma": 2, "dot": 4, "amx": 32 * 2, "bf16x6": 32 * 2 / 6, "bf16x3": 32 * 2 / 3}
 #: Rows and vectors of columns of AMX: 2 x 2 tiles of 16 x 16 sums, which leaves four of the eight
 #: tiles for factors.
 AMX_TILE = 32, 2
@@ -54,7 +61,7 @@ KC = {4: 512, 8: 512}
 #: bytes as in float32.  AMX takes 4 KiB of A and B in 64 cycles, more than level 2 gives: 16 KiB of
 #: A must stay in level 1.  Measured on Granite Rapids: the kernel does 2.6, 2.2 and 1.8 TFLOP/s at
 #: 256, 512 and 1024, and whole products take 7-17% less time at 256 than at 1024.
-KC_HALVES = {"dot": 1024, "amx": 256}
+KC_HALVES = {"dot": 1024, "amx": 256, "bf16x6": 256, "bf16x3": 512}
 #: Updates after which a tile's sums begin anew, at least half of KC.  Rounding errors grow with the
 #: root of the length of a chain of sums: at K = 512 the error is that of OpenBLAS with 256, and 1.4
 #: (values around 0) to 2 times that (positive ones) with 512.
@@ -101,7 +108,7 @@ STREAM_CELL_BYTES = 2 << 20
 #: vectors, about 10 us.  A launch costs 1 us where helpers wait for it, 5 us where one is woken.
 PARALLEL_FMAS = 1 << 19
 #: The same in relation, for products that are faster.
-PARALLEL_SPEED = {"fma": 1, "dot": 2, "amx": 8}
+PARALLEL_SPEED = {"fma": 1, "dot": 2, "amx": 8, "bf16x6": 2, "bf16x3": 4}
 #: Elements of a pass, likewise.
 PARALLEL_ELEMENTS = 1 << 15
 #: Programs kept by the form of their call, and bytes of them: most take 1-4 KiB, a backward by
@@ -193,7 +200,8 @@ class Registers:
     column_group: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        tiles = self.kind == "amx"
+        parts = PARTS.get(self.kind, 1)
+        tiles = self.kind == "amx" or parts > 1
         vl = self.vector_bytes // self.itemsize
         whole = round_up(self.mr, vl)
         derived = {
@@ -202,8 +210,8 @@ class Registers:
             "panel_rows": whole if 7 * whole <= 8 * self.mr and not tiles else self.mr,
             "chunk": (CHUNK_TILES_AMX if tiles else CHUNK_TILES) * self.mr,
             "k_step": K_STEPS[self.kind],
-            "factor": self.itemsize if self.kind == "fma" else 2,
-            "requests": 18 if tiles else 1,
+            "factor": self.itemsize if self.kind == "fma" else 2 * parts,
+            "requests": (18 if parts == 1 else 36) if tiles else 1,
             "column_group": COLUMN_GROUP_AMX if tiles else COLUMN_GROUP,
         }
         for name, value in derived.items():
@@ -232,7 +240,7 @@ def registers(
     vector_bytes: int, itemsize: int, lanes: bool = False, kind: str = "fma"
 ) -> Registers:
     tiles = LANE_TILES if lanes else REGISTER_TILES
-    mr, vectors = AMX_TILE if kind == "amx" else tiles[vector_bytes]
+    mr, vectors = AMX_TILE if K_STEPS[kind] == 32 else tiles[vector_bytes]
     return Registers(vector_bytes, itemsize, mr, vectors, lanes, kind)
 
 

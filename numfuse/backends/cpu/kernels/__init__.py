@@ -1,7 +1,8 @@
 """Kernels of the CPU backend, as templates for Numba. Start with `gemm`: it holds the five loops.
 
 - `protocol`: the words of a launch, which the plan fills in and the kernels read
-- `packing`: a strided matrix to the panels that the micro-kernel reads
+- `packing`: a strided matrix to the panels that the micro-kernel reads; `parts`: to those of its
+  bfloat16 parts
 - `gemm`: the product of a cell, block by block, which ends in a row function
 - `thin`: the product of few rows, of which nothing is packed
 - `ahead`: packing and requests to the caches between two of its tiles

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numfuse.backends.cpu import host, tiling
-from numfuse.backends.cpu.kernels import ahead, elementwise, gemm, packing, protocol, thin
+from numfuse.backends.cpu.kernels import ahead, elementwise, gemm, packing, parts, protocol, thin
 from numfuse.backends.cpu.llvm import (
     amx,
     conversions,
@@ -18,6 +18,8 @@ from numfuse.backends.cpu.llvm import (
     microkernel,
     moves,
     pairs,
+    partition,
+    splits,
     vectors,
 )
 from numfuse.backends.cpu.llvm.thin import make_thin
@@ -38,13 +40,20 @@ def zero(acc: str) -> np.generic:
 
 
 @functools.cache
-def kind(left: str, right: str) -> str:
-    """How factors of these formats are multiplied: as stored, where both are the same half."""
+def kind(left: str, right: str, precision: str = "ieee") -> str:
+    """How factors of these formats are multiplied: as stored, where both are the same half.
+
+    Two of float32 are split into parts, where a precision says so.
+    """
+    if precision != "ieee" and left == right == "float32":
+        return precision
     return host.product(left) if left == right else "fma"
 
 
 @functools.cache
 def registers(acc: str, kind: str = "fma") -> tiling.Registers:
+    if kind in tiling.PARTS:  # written in 512 bits, which the tests' emulation cuts up
+        return tiling.registers(64, vectors.itemsize(acc), False, kind)
     lanes = kind == "fma" and host.multiplies_by_lanes()
     return tiling.registers(host.vector_bytes(), vectors.itemsize(acc), lanes, kind)
 
@@ -101,7 +110,6 @@ def gemm_cell(acc: str, kind: str = "fma", fmt: str = "") -> specialise.Kernel:
 @functools.cache
 def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
     r = registers(acc, kind)
-    tiles = kind == "amx"
     words = {
         **_cell_names(),
         **protocol.AHEAD,
@@ -135,14 +143,28 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
     return specialise.kernel(
         gemm.gemm_cell,
         **words,
-        MICROKERNEL=amx.make_tile_kernel(fmt, r, protocol.STREAM_COUNT)
-        if tiles
-        else microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
-        OPEN_UNIT=amx.make_open_tiles() if tiles else intrinsics.make_nothing(),
-        CLOSE_UNIT=amx.make_close_tiles() if tiles else intrinsics.make_nothing(),
+        **_unit(acc, kind, fmt, r),
         SUMS=intrinsics.make_elements(acc),
         ZERO=zero(acc),
     )
+
+
+def _unit(acc: str, kind: str, fmt: str, r: tiling.Registers) -> dict[str, Any]:
+    """Return the micro-kernel of a kind, and what a thread does before and after its use."""
+    streams = protocol.STREAM_COUNT
+    emulated = kind in tiling.PARTS and host.tiles_of_parts() == "emulated"
+    if kind in tiling.PARTS:
+        kernel = splits.make_split_kernel(r, streams, emulated)
+    elif kind == "amx":
+        kernel = amx.make_tile_kernel(fmt, r, streams)
+    else:
+        kernel = microkernel.make_microkernel(acc, r, streams)
+    tiles = not emulated and (kind == "amx" or kind in tiling.PARTS)
+    return {
+        "MICROKERNEL": kernel,
+        "OPEN_UNIT": amx.make_open_tiles() if tiles else intrinsics.make_nothing(),
+        "CLOSE_UNIT": amx.make_close_tiles() if tiles else intrinsics.make_nothing(),
+    }
 
 
 @functools.cache
@@ -227,9 +249,26 @@ def _pairs_names(r: tiling.Registers, width: int, height: int) -> dict[str, Any]
     }
 
 
+def _split_names(r: tiling.Registers) -> dict[str, Any]:
+    """Return the names bound to pack the bfloat16 parts of float32."""
+    return {
+        "ITEM": 4,
+        "MR": r.mr,
+        "NR": r.nr,
+        "PARTS": tiling.PARTS[r.kind],
+        "SPLIT_TILE": partition.make_split_tile(tiling.PARTS[r.kind]),
+        "SPLIT_PAIR": partition.make_split_pair(tiling.PARTS[r.kind]),
+        "SCRATCH": intrinsics.make_scratch(32 * 16 * 4),
+        "TRANSPOSE": moves.make_transpose("float32", "float32", r.vl, r.vl),
+        "COPY_ONE": moves.make_copy_one("float32", "float32"),
+    }
+
+
 @functools.cache
 def pack_a(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
     r = registers(acc, kind)
+    if kind in tiling.PARTS:
+        return specialise.kernel(parts.pack_parts_a, **_split_names(r))
     if kind == "dot":
         names = _pairs_names(r, r.panel_rows, r.mr)
         packed = specialise.device(packing.pack_pairs, **names)
@@ -262,6 +301,8 @@ def pack_a(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
 @functools.cache
 def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
     r = registers(acc, kind)
+    if kind in tiling.PARTS:
+        return specialise.kernel(parts.pack_parts_b, **_split_names(r))
     if kind != "fma":
         return specialise.kernel(packing.pack_pairs, **_pairs_names(r, r.nr, r.nr))
     return specialise.kernel(
@@ -289,9 +330,9 @@ class Product(NamedTuple):
 
 
 @functools.cache
-def product(left: str, right: str) -> Product:
+def product(left: str, right: str, precision: str = "ieee") -> Product:
     """Return the kernels that multiply factors of these formats."""
-    acc, how = accumulator(left), kind(left, right)
+    acc, how = accumulator(left), kind(left, right, precision)
     packing = pack_a(left, acc, how), pack_b(right, acc, how)
     cell = gemm_cell(acc, how, left)
     return Product(registers(acc, how), cell, *packing, host.product_name(how, left))

@@ -3,7 +3,8 @@
 - `microkernel`: the rank-1 updates of a register tile
 - `thin`: the micro-kernels of products of few rows
 - `inplace`: those of a network's products, whose factors are in the caches
-- `amx`: the same update on AMX tiles
+- `amx`: the same update on AMX tiles; `splits`: on the bfloat16 parts of float32
+- `partition`: float32 to such parts, as packing stores them
 - `moves`, `pairs`: the copies and transposes of packing, and stores past the caches
 - `conversions`: storage formats to the accumulator's and back
 - `vectors`, `intrinsics`: what these are made of, and what cells take beside them

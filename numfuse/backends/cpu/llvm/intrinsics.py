@@ -9,7 +9,14 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from numfuse.backends.cpu.llvm.vectors import I32, I64, address_intrinsic, call, typed_intrinsic
+from numfuse.backends.cpu.llvm.vectors import (
+    I32,
+    I64,
+    address_intrinsic,
+    call,
+    stack,
+    typed_intrinsic,
+)
 
 
 @functools.cache
@@ -48,6 +55,16 @@ def make_call_number() -> Any:
 def make_nothing() -> Any:
     """``nothing(address)``: for a name that only other kinds of kernel need."""
     return address_intrinsic("nothing", "", 1, lambda builder, address: None)
+
+
+@functools.cache
+def make_scratch(size: int) -> Any:
+    """``scratch() -> int64``: the address of `size` bytes on the stack, at a line's beginning."""
+
+    def emit(context: Any, builder: ir.IRBuilder) -> ir.Value:
+        return builder.ptrtoint(stack(builder, size), I64)
+
+    return typed_intrinsic(f"scratch({size})", types.int64, [], emit)
 
 
 def _atomic(name: str, operation: str) -> Any:

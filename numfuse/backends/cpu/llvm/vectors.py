@@ -129,6 +129,14 @@ def called(ty: ir.VectorType) -> str:
     return f"v{ty.count}{_LETTERS[ty.element]}"
 
 
+def stack(builder: ir.IRBuilder, size: int) -> ir.Value:
+    """Return a pointer to `size` bytes on the stack, at a line, not cleared."""
+    with builder.goto_entry_block():
+        place = builder.alloca(ir.ArrayType(I8, size))
+    place.align = 64
+    return place
+
+
 def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, sums: ir.Value) -> ir.Value:
     return call(builder, f"llvm.fma.{called(sums.type)}", a, b, sums, result=sums.type)
 

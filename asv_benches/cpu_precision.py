@@ -1,0 +1,208 @@
+"""Precision as a dial on a processor with AMX: times and errors beside oneDNN and OpenBLAS.
+
+    python asv_benches/cpu_precision.py                      16 cores: some 60 s
+    python asv_benches/cpu_precision.py --threads 1 2 --sizes 1024 2048
+
+float32: IEEE products, "bf16x6" and "bf16x3"; PyTorch's float32 at the precision "highest", which
+is oneDNN's (sgemm of MKL where PyTorch was built so), and NumPy's product alone. A forward has a
+bias and gelu (PyTorch's in a buffer of its own, and in place). A backward makes the pre-activation
+again, then d_a, d_b and d_bias: three products for everybody.
+
+Turns are interleaved, figures are medians. Every result is held against float64 first: 64 rows of
+the forward and of d_a, 64 columns of d_b; errors are Frobenius norms, relative, in units of 2^-24.
+Ratios are PyTorch's time over numfuse's: 2 is twice as fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+import numfuse as nf
+
+MODES = ("ieee", "bf16x6", "bf16x3")
+UNIT = 2.0**-24
+#: How far a result may be off, in units: what each mode promises and its activation adds.
+ALLOWED = {"torch": 64, "ieee": 64, "bf16x6": 64, "bf16x3": 512}
+SAMPLE = 64
+Calls = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
+
+
+def operands(m: int, n: int, k: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(m + n + k)
+    made = {"grad": (m, n), "a": (m, k), "b": (k, n), "bias": (n,)}
+    x = {name: rng.standard_normal(shape, np.float32) for name, shape in made.items()}
+    # Pre-activations of size 1: far out, gelu' is subnormal and slows down who computes it.
+    x["a"] *= np.float32(k**-0.5)
+    return x
+
+
+def warm(mode: str) -> None:
+    """Compile the kernels of a mode to the cache on disk."""
+    x = operands(128, 128, 128)
+    for forward, backward in ours(x, (mode,)).values():
+        forward()
+        backward()
+
+
+def ours(x: dict[str, np.ndarray], modes: tuple[str, ...] = MODES) -> Calls:
+    a, b, bias, grad = x["a"], x["b"], x["bias"], x["grad"]
+    out = np.empty_like(grad)
+    results = np.empty_like(a), np.empty_like(b), np.empty_like(bias)
+    calls: Calls = {}
+    for mode in modes:
+        backend = nf.use_backend("cpu", precision=mode).backend
+
+        def forward(backend: Any = backend) -> np.ndarray:
+            nf.matmul_bias_activation(a, b, bias, "gelu", out=out, backend=backend)
+            return out
+
+        def backward(backend: Any = backend) -> Any:
+            nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", out=results, backend=backend)
+            return results
+
+        calls[mode] = forward, backward
+    return calls
+
+
+def theirs(x: dict[str, np.ndarray]) -> Calls:
+    a, b, bias, grad = (torch.from_numpy(x[name]) for name in ("a", "b", "bias", "grad"))
+    out, pre = torch.empty_like(grad), torch.empty_like(grad)
+    d_a, d_b = torch.empty_like(a), torch.empty_like(b)
+
+    def forward() -> Any:
+        torch.addmm(bias, a, b, out=out)
+        return torch.ops.aten.gelu_(out, approximate="tanh").numpy()
+
+    def backward() -> Any:
+        torch.addmm(bias, a, b, out=pre)
+        g = torch.ops.aten.gelu_backward(grad, pre, approximate="tanh")
+        torch.mm(g, b.t(), out=d_a)
+        torch.mm(a.t(), g, out=d_b)
+        return d_a.numpy(), d_b.numpy(), g.sum(0).numpy()
+
+    return {"torch": (forward, backward)}
+
+
+def errors(x: dict[str, np.ndarray], calls: Calls) -> dict[str, list[float]]:
+    """Relative errors of out, d_a and d_b of each, in units; more than allowed is an error."""
+    wide = {name: value.astype(float) for name, value in x.items()}
+    a, b, bias, grad = (wide[name] for name in ("a", "b", "bias", "grad"))
+    few = slice(0, SAMPLE)
+    out = nf.matmul_bias_activation(a[few], b, bias, "gelu", backend="reference")
+    d_a = nf.matmul_bias_activation_bwd(
+        grad[few], a[few], b, bias, "gelu", needs=("a",), backend="reference"
+    ).d_a
+    d_b = nf.matmul_bias_activation_bwd(
+        grad[:, few], a, b[:, few], bias[few], "gelu", needs=("b",), backend="reference"
+    ).d_b
+    found = {}
+    for name, (forward, backward) in calls.items():
+        got = forward()[few].copy()
+        back = backward()
+        pairs = (got, out), (back[0][few], d_a), (back[1][:, few], d_b)
+        found[name] = [
+            float(np.linalg.norm(one - two) / np.linalg.norm(two)) / UNIT for one, two in pairs
+        ]
+        if not max(found[name]) <= ALLOWED[name]:
+            raise SystemExit(f"{name} is off by {found[name]} units, at most {ALLOWED[name]}")
+    return found
+
+
+def turns(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Median seconds of each call, by turns, for about so many seconds in all."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[next(iter(times))]) < 5:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(own) for name, own in times.items()}
+
+
+def measured(m: int, n: int, k: int, threads: int, seconds: float) -> dict[str, Any]:
+    x = operands(m, n, k)
+    calls = theirs(x) | ours(x)
+    off = errors(x, calls)
+    product = np.empty((m, n), np.float32)
+    forward = {name: pair[0] for name, pair in calls.items()}
+    forward["numpy product"] = lambda: np.matmul(x["a"], x["b"], out=product)
+    backward = {name: pair[1] for name, pair in calls.items()}
+    return {
+        "shape": (m, n, k),
+        "threads": threads,
+        "errors": off,
+        "forward": turns(forward, seconds),
+        "backward": turns(backward, seconds),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the page's table: milliseconds, and in brackets PyTorch's time over each."""
+    names = ("torch", "numpy product", *MODES)
+    lines = [
+        f"| M x N x K | threads | pass | {' | '.join(names)} | errors of out, d_a, d_b: torch | "
+        f"{' | '.join(MODES)} |",
+        "|" + "---|" * (3 + len(names) + 1 + len(MODES)),
+    ]
+    for row in rows:
+        for which in ("forward", "backward"):
+            times = row[which]
+            cells = [
+                f"{1e3 * times[x]:.2f} ({times['torch'] / times[x]:.2f})" if x in times else ""
+                for x in names
+            ]
+            off = [" ".join(f"{e:.1f}" for e in row["errors"][x]) for x in ("torch", *MODES)]
+            size = " x ".join(map(str, row["shape"]))
+            lines.append(f"| {size} | {row['threads']} | {which} | {' | '.join([*cells, *off])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096])
+    parser.add_argument("--threads", type=int, nargs="*", default=[numba.get_num_threads()])
+    parser.add_argument("--seconds", type=float, default=3, help="of each pass of a shape")
+    parser.add_argument("--json", help="where to write the figures")
+    chosen = parser.parse_args()
+    start = time.perf_counter()
+    with ProcessPoolExecutor(
+        min(len(MODES), os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    ) as pool:
+        list(pool.map(warm, MODES))
+    print(f"kernels after {time.perf_counter() - start:.0f} s", flush=True)
+    torch.set_float32_matmul_precision("highest")
+    shapes = [(size,) * 3 for size in chosen.sizes]
+    if 2048 in chosen.sizes:
+        shapes += [(8192, 2048, 512), (16384, 512, 512)]
+    rows = []
+    for threads in chosen.threads:
+        numba.set_num_threads(threads)
+        torch.set_num_threads(threads)
+        for shape in shapes:
+            rows.append(measured(*shape, threads, chosen.seconds))
+            print(table(rows[-1:]).splitlines()[-2:], flush=True)
+    print(nf.use_backend("cpu").backend.describe()["device"], torch.__version__)
+    print(table(rows))
+    print(f"{time.perf_counter() - start:.0f} s in all")
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

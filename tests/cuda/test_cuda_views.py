@@ -1,0 +1,137 @@
+"""What a gated layer launches on GPUs that are not here, where both weights are views of one array.
+
+Guards: docs/cuda.md, which views of one array are read where they lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SIMULATED, unavailable
+
+import numfuse as nf
+from numfuse.backends import OneRun, Traits
+from numfuse.runtime.replay import Replay
+from numfuse.runtime.views import dtype_of
+
+try:
+    from cuda_devices import AMPERE, HOPPER
+
+    from numfuse.backends.cuda.call.arrays import ghost
+    from numfuse.backends.cuda.call.record import alignment_of
+    from numfuse.backends.cuda.plan.fused import fused
+    from numfuse.backends.cuda.plan.program import Recorder, View, strides_of
+except ImportError as error:
+    unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
+
+if SIMULATED:
+    pytest.skip("the simulator has one tier", allow_module_level=True)
+
+M, K, N = 2048, 1024, 1408
+CALLS = ["forward", "saved", "recomputed"]
+#: Both weights as views of one array of twice the columns.
+VIEWS = {"halves": (np.s_[:, :N], np.s_[:, N:]), "alternate": (np.s_[:, ::2], np.s_[:, 1::2])}
+ADDRESSES = itertools.count(1 << 44, 1 << 40)
+
+
+class Recording(OneRun):
+    """A backend that records calls and runs nothing."""
+
+    name = "cuda"
+
+    def __init__(self, info):
+        self.info, self.kept_products = info, Replay(100, 0)
+        self.names = []
+
+    @property
+    def traits(self):
+        return Traits(grad_pre=("float16", "bfloat16"), order=("tier", "axes", "saved"))
+
+    def prepare(self, launch):
+        self.names.append(launch.kernel.name)
+        return types.SimpleNamespace(name=launch.kernel.name, table=launch.table)
+
+    def run(self, kind, p):
+        device: Any = self
+        rec = Recorder(device)
+
+        def bind(name):
+            x = p.arrays[name]
+            aligned = alignment_of(x.__array_interface__["data"][0])
+            steps, number = strides_of(x), rec.number(name)
+            return View(number, 0, x.shape, steps, x.dtype.name, x.itemsize, aligned)
+
+        fused(rec, p, bind)
+
+
+def absent(dtype, rows, columns, turned=False):
+    """A matrix, or a transposed one, of memory that is not there."""
+    kind = dtype_of(dtype)
+    strides = (1, rows) if turned else (columns, 1)
+    steps = [kind.itemsize * step for step in strides]
+    return ghost(next(ADDRESSES), (rows, columns), steps, kind, True)
+
+
+def weights(dtype, view, turned):
+    """Both weights of a layer, "apart" or as views of one array."""
+    if view == "apart":
+        return tuple(absent(dtype, K, N, turned) for _ in range(2))
+    both = absent(dtype, K, 2 * N, turned)
+    return tuple(both[part] for part in VIEWS[view])
+
+
+def launched(info, dtype, call, view, turned):
+    """The names of the kernels that a call launches."""
+    backend = Recording(info)
+    given = absent(dtype, M, K), *weights(dtype, view, turned)
+    if call == "forward":
+        nf.matmul_activation_mul(*given, backend=backend)
+    else:
+        saved = tuple(absent(dtype, M, N) for _ in range(2)) if call == "saved" else None
+        grad = absent(dtype, M, N)
+        nf.matmul_activation_mul_bwd(grad, *given, pre_activation=saved, backend=backend)
+    return backend.names
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("view, turned", [("halves", False), ("halves", True), ("alternate", True)])
+def test_the_copy_engine_reads_halves_and_alternate_rows_where_they_lie(view, turned, dtype, call):
+    found = launched(HOPPER, dtype, call, view, turned)
+    assert found == launched(HOPPER, dtype, call, "apart", turned)
+    assert len(found) == (1 if call == "forward" else 3)
+    assert not any("copy" in name for name in found)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_alternate_columns_are_laid_out_once_in_a_call_for_the_copy_engine(dtype, call):
+    found = launched(HOPPER, dtype, call, "alternate", False)
+    copies = [name for name in found if "copy" in name]
+    assert copies == ["convert copy"] * 2
+    others = [name for name in found if name not in copies]
+    assert others == launched(HOPPER, dtype, call, "apart", False)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "info, dtype",
+    [(AMPERE, "bfloat16"), (AMPERE, "float16"), (AMPERE, "float64"), (HOPPER, "float64")],
+    ids=lambda x: x if isinstance(x, str) else f"{x.capability[0]}.{x.capability[1]}",
+)
+def test_other_tensor_cores_read_alternate_columns_where_they_lie(info, dtype, call, turned):
+    found = launched(info, dtype, call, "alternate", turned)
+    assert not any("copy" in name for name in found)
+    assert len(found) == len(launched(info, dtype, call, "apart", turned))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("info", [AMPERE, HOPPER], ids=["8.0", "9.0"])
+def test_alternate_rows_of_float32_are_laid_out_as_rows_of_their_own_are(info, call):
+    found = launched(info, "float32", call, "alternate", True)
+    assert found == launched(info, "float32", call, "apart", True)
