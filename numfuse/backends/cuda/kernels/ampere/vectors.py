@@ -267,6 +267,13 @@ def _kernel(
     return kernel_of(vector_product, ARGUMENTS, bindings, **options)
 
 
+def least_part(product: Product) -> int:
+    """Return the values of K of the shortest part of a sum: all of them where it is not cut."""
+    if product.whole:
+        return product.k
+    return tiling.PART if product.free else tiling.THIN_PART
+
+
 def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
     """Return the block of a product: as many threads as fill the device, each with some loads.
 
@@ -278,15 +285,19 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
     side = 1 << (long.few - 1).bit_length()
     unit = 16 // intrinsics.itemsize(dtype)
 
+    # Each block reads the vectors: of many of them, few lines cost as much again, and K is cut
+    # instead where blocks are few.
+    cuts = max(1, p.k // least_part(p)) if side == SIDE else 1
+
     def blocks(lines: int) -> int:
-        return -(-long.lines // lines) * places
+        return -(-long.lines // lines) * places * cuts
 
     if long.along:
         units = -(-p.k // unit)
         # (the sums of several vectors leave few registers for others)
         own = 2 if side == 4 and unit == 8 else 4
-        if side == SIDE:
-            own = max(1, unit // 2 // (1 + (p.k > tiling.CHAIN * 32 or unit == 4)))
+        if side == SIDE and (unit == 2 or (unit == 8 and p.k > tiling.CHAIN * 32)):
+            own = 2
         sharers = min(32, 1 << _bits(units))
         while own > 1 and blocks(THREADS // sharers * own) < 4 * multiprocessors:
             own //= 2
@@ -378,8 +389,7 @@ def _parts(product: Product, device: DeviceInfo) -> int:
     p, busy = product, device.multiprocessors
     if p.whole:
         return 1
-    least = tiling.PART if p.free else tiling.THIN_PART
-    return tiling.vector_parts(*_cost_of(p, busy), p.k // least, busy)
+    return tiling.vector_parts(*_cost_of(p, busy), p.k // least_part(p), busy)
 
 
 def _fits_copies(operand: Operand) -> bool:
