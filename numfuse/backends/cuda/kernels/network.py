@@ -274,7 +274,7 @@ def begin_forward(memory, t, layers: Layers, steps: Steps, network, layer, held)
         fetch_weights(memory, t, layers, steps, network, layer, held)
 
 
-def multiply_forward(total, memory, t, layers: Layers, steps: Steps, network, layer, rows):
+def multiply_forward(total, ahead, memory, t, layers: Layers, steps: Steps, network, layer, rows):
     """Make a thread's sums of a hidden layer, and put them in the place of its inputs."""
     CLEAR(total)
     if STREAMED:
@@ -285,8 +285,15 @@ def multiply_forward(total, memory, t, layers: Layers, steps: Steps, network, la
         _row, warp_row = own_row(t)
         left, right = left_at(t), right_at(t)
         if warp_row < rows:
-            for k in range(0, WIDTH, CHUNK):
-                MULTIPLY(total, memory, left + k, right + k * PITCH)
+            if FETCHED:
+                FETCH(ahead, memory, left, right)
+                for k in range(0, WIDTH, 2 * CHUNK):
+                    after = min(k + 2 * CHUNK, WIDTH - CHUNK)
+                    y, next_y = right + k * PITCH, right + after * PITCH
+                    MULTIPLY_FETCHED(total, ahead, memory, left + k, y, left + after, next_y)
+            else:
+                for k in range(0, WIDTH, CHUNK):
+                    MULTIPLY(total, memory, left + k, right + k * PITCH)
     if TWICE:
         SETTLE(total)
     BARRIER()
@@ -303,6 +310,7 @@ def hidden_layers(
     steps: Steps,
     network,
     total,
+    ahead,
     given,
     made,
     weights,
@@ -320,12 +328,12 @@ def hidden_layers(
     BARRIER()
     for layer in range(1, COUNT - 1):
         rows = count * MEMBERS
-        multiply_forward(total, memory, here(t), layers, steps, network, layer, rows)
+        multiply_forward(total, ahead, memory, here(t), layers, steps, network, layer, rows)
         BARRIER()
         if layer < COUNT - 2:
             begin_forward(memory, here(t), layers, steps, network, layer + 1, total)
         sums = kept + (layer - 1) * layer_step
-        inner_pass(memory, here(t), given, made, weights, 0, count, layer, sums, False)
+        inner_pass(memory, here(t), ahead, given, made, weights, 0, count, layer, sums, False)
         BARRIER()
 
 
@@ -335,6 +343,7 @@ def forward(
     """Write the results of a network for a part of the points."""
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     total = cuda.local.array(TOTALS, REAL)
+    ahead = cuda.local.array(FETCHES, REAL)
     given = cuda.local.array(AT_ONCE * GIVEN, REAL)
     made = cuda.local.array(AT_ONCE * MEMBERS, REAL)
     weights = cuda.local.array(WEIGHTS, REAL)
@@ -351,7 +360,19 @@ def forward(
         BARRIER()
         tile = kept + (network * x.count + first) * POINT_KEPT
         hidden_layers(
-            memory, t, layers, steps, network, total, given, made, weights, count, tile, layer_step
+            memory,
+            t,
+            layers,
+            steps,
+            network,
+            total,
+            ahead,
+            given,
+            made,
+            weights,
+            count,
+            tile,
+            layer_step,
         )
         write_results(memory, here(t), layers, steps, ends, network, first, count)
         BARRIER()

@@ -205,6 +205,7 @@ def backward(
     """Add up a network's gradients by weights and biases for a part of the points."""
     memory = WINDOW(cuda.shared.array(0, dtype=REAL))
     total = cuda.local.array(TOTALS, REAL)
+    ahead = cuda.local.array(FETCHES, REAL)
     before = cuda.local.array(TOTALS, REAL)
     given = cuda.local.array(AT_ONCE * GIVEN, REAL)
     made = cuda.local.array(AT_ONCE * MEMBERS, REAL)
@@ -233,7 +234,9 @@ def backward(
         if SAVED:
             begin_backward(memory, here(t), layers, steps, network, COUNT - 2, total)
             sums = tile + (COUNT - 3) * layer_step
-            inner_pass(memory, here(t), given, made, weights, 0, count, COUNT - 2, sums, True)
+            inner_pass(
+                memory, here(t), ahead, given, made, weights, 0, count, COUNT - 2, sums, True
+            )
             BARRIER()
         else:
             # the forward again; the last hidden layer's weights stay where they are
@@ -244,6 +247,7 @@ def backward(
                 steps,
                 network,
                 total,
+                ahead,
                 given,
                 made,
                 weights,
@@ -258,11 +262,21 @@ def backward(
         while layer > 0:
             # Q of this layer, in place, and what went into the layer, beside it
             sums = tile + (layer - 1) * layer_step
-            back_pass(memory, here(t), given, made, weights, count, layer, sums)
+            back_pass(memory, here(t), ahead, given, made, weights, count, layer, sums)
             if layer > 1:
                 sums = tile + (layer - 2) * layer_step
                 inner_pass(
-                    memory, here(t), given, made, weights, OTHER_AT, count, layer - 1, sums, True
+                    memory,
+                    here(t),
+                    ahead,
+                    given,
+                    made,
+                    weights,
+                    OTHER_AT,
+                    count,
+                    layer - 1,
+                    sums,
+                    True,
                 )
             else:
                 first_pass(memory, here(t), given, made, weights, OTHER_AT, count)

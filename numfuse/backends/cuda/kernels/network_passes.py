@@ -69,7 +69,28 @@ def first_pass(memory, t, given, made, weights, to, count):
         at += AT_ONCE * STRIDE * PITCH
 
 
-def inner_pass(memory, t, given, made, weights, to, count, layer, sums, again):
+def load_sums(ahead, sums, kept, point, count):
+    """Load the kept sums of the points that a thread takes together; zeros behind the last."""
+    for u in unrolled(AT_ONCE):
+        for m in unrolled(MEMBERS):
+            value = ZERO
+            if point + u * PARTS < count:
+                value = LOAD(sums, kept + (u * STRIDE + m) * WIDTH)
+            ahead[u * MEMBERS + m] = value
+
+
+def take_sums(ahead, given, sums, kept, point, count):
+    """Take the kept sums of some points, and ask for the next ones' where registers are free."""
+    if not FETCHED:
+        load_sums(ahead, sums, kept, point, count)
+    for u in unrolled(AT_ONCE):
+        for m in unrolled(MEMBERS):
+            given[u * GIVEN + m] = ahead[u * MEMBERS + m]
+    if FETCHED:
+        load_sums(ahead, sums, kept + AT_ONCE * STRIDE * WIDTH, point + AT_ONCE * PARTS, count)
+
+
+def inner_pass(memory, t, ahead, given, made, weights, to, count, layer, sums, again):
     """Write a tile of what a layer gives; its sums come from the tile and are kept, or from there.
 
     `sums` is where they are kept: the address of the tile's first of this layer.
@@ -79,15 +100,14 @@ def inner_pass(memory, t, given, made, weights, to, count, layer, sums, again):
     bias = PEEK(memory, BIAS_AT + layer * WIDTH + column)
     at = to + point * (MEMBERS * PITCH) + column
     kept = point * (MEMBERS * WIDTH) + column
+    if again and FETCHED:
+        load_sums(ahead, sums, kept, point, count)
     while point < count:
-        for u in unrolled(AT_ONCE):
-            for m in unrolled(MEMBERS):
-                if again:
-                    value = ZERO
-                    if point + u * PARTS < count:
-                        value = LOAD(sums, kept + (u * STRIDE + m) * WIDTH)
-                    given[u * GIVEN + m] = value
-                else:
+        if again:
+            take_sums(ahead, given, sums, kept, point, count)
+        else:
+            for u in unrolled(AT_ONCE):
+                for m in unrolled(MEMBERS):
                     value = PEEK(memory, at + (u * STRIDE + m) * PITCH)
                     if m == 0:
                         value = value + bias
@@ -145,19 +165,16 @@ def last_gradients(memory, t, count):
         add_slot(memory, t, LAST_SLOT + OUTPUTS, total)
 
 
-def back_pass(memory, t, given, made, weights, count, layer, sums):
+def back_pass(memory, t, ahead, given, made, weights, count, layer, sums):
     """Replace the gradients of a layer's results in the tile by those of its sums."""
     column, point = t % WIDTH, t // WIDTH
     inside, total = column < width_of(layer), ZERO
     at = point * (MEMBERS * PITCH) + column
     kept = point * (MEMBERS * WIDTH) + column
+    if FETCHED:
+        load_sums(ahead, sums, kept, point, count)
     while point < count:
-        for u in unrolled(AT_ONCE):
-            for m in unrolled(MEMBERS):
-                value = ZERO
-                if point + u * PARTS < count:
-                    value = LOAD(sums, kept + (u * STRIDE + m) * WIDTH)
-                given[u * GIVEN + m] = value
+        take_sums(ahead, given, sums, kept, point, count)
         for u in unrolled(AT_ONCE):
             here = at + u * STRIDE * PITCH
             last = layer == COUNT - 2

@@ -20,6 +20,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     ACCUMULATORS,
     FORMATS,
     GLOBAL,
+    I32,
     I64,
     block_barrier,
     fused,
@@ -94,27 +95,34 @@ def function_of(
 
 @functools.cache
 def rows_by_columns(tile: Tile) -> Any:
-    """``multiply(sums, memory, x, y)``: sums += X Y for `few` values of k.
-
-    X has k along its rows, Y along its columns.
-    """
-    kind, size = FORMATS[tile.real]
+    """``multiply(sums, memory, x, y)``: sums += X Y for `few` values of k."""
 
     def body(builder, y, left, total):
         for k in range(tile.few):
-            right = []
-            for j in range(0, tile.nr, tile.few):
-                offset = (k * tile.pitch + tile.column(j, tile.across)) * size
-                right += read_vector(builder, y, offset, kind, tile.few)
-            for i in range(tile.mr):
-                for j in range(tile.nr):
-                    at = i * tile.nr + j
-                    total[at] = fused(builder, left[i][k], right[j], total[at])
+            _add_row(builder, tile, left, _row_of(builder, tile, y, k), k, total)
 
-    def place_of(j, k):
-        return k * tile.pitch + tile.column(j, tile.across)
+    return _of_rows("rows_by_columns", tile, body, _by_columns(tile))
 
-    return _of_rows("rows_by_columns", tile, body, place_of)
+
+def _by_columns(tile: Tile) -> Any:
+    """Return which element of Y column j has the value of k, where k runs down its rows."""
+    return lambda j, k: k * tile.pitch + tile.column(j, tile.across)
+
+
+def _row_of(builder: Any, tile: Tile, y: Any, k: int) -> list[Any]:
+    """Return a thread's columns of a row of Y."""
+    kind, size = FORMATS[tile.real]
+    found: list[Any] = []
+    for j in range(0, tile.nr, tile.few):
+        found += read_vector(builder, y, _by_columns(tile)(j, k) * size, kind, tile.few)
+    return found
+
+
+def _add_row(builder: Any, tile: Tile, left: Any, right: Any, k: int, total: list[Any]) -> None:
+    for i in range(tile.mr):
+        for j in range(tile.nr):
+            at = i * tile.nr + j
+            total[at] = fused(builder, left[i][k], right[j], total[at])
 
 
 @functools.cache
@@ -146,15 +154,26 @@ def _of_rows(name: str, tile: Tile, add: Any, place_of: Any) -> Any:
     `add` adds it to the sums, given what it reads of X and where Y is; `place_of` says at which
     element of Y column j has the value of k.
     """
-    kind, size = FORMATS[tile.real]
-    row = tile.row_step * tile.pitch
 
     def body(builder, sums, memory, x, y):
         x, y = (elements.shared_place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, tile.sums)
-        left = [read_vector(builder, x, i * row * size, kind, tile.few) for i in range(tile.mr)]
-        add(builder, y, left, total)
+        add(builder, y, _left(builder, tile, x), total)
         write_registers(builder, sums, 0, total)
+
+    return function_of(name, tile, "arrr", body, _simulated(tile, place_of))
+
+
+def _left(builder: Any, tile: Tile, x: Any) -> list[Any]:
+    """Return `few` values of k of each of a thread's rows of X."""
+    kind, size = FORMATS[tile.real]
+    row = tile.row_step * tile.pitch * size
+    return [read_vector(builder, x, i * row, kind, tile.few) for i in range(tile.mr)]
+
+
+def _simulated(tile: Tile, place_of: Any) -> Any:
+    """Return the text of a product with `few` values of k for the simulator."""
+    row = tile.row_step * tile.pitch
 
     def simulated(sums, memory, x, y):
         for i in range(tile.mr):
@@ -162,7 +181,67 @@ def _of_rows(name: str, tile: Tile, add: Any, place_of: Any) -> Any:
                 for k in range(tile.few):
                     sums[i * tile.nr + j] += memory[x + i * row + k] * memory[y + place_of(j, k)]
 
-    return function_of(name, tile, "arrr", body, simulated)
+    return simulated
+
+
+def ahead(tile: Tile) -> int:
+    """Return the registers of what :func:`fetch` has: X's values, and the first row of Y's."""
+    return tile.few * tile.mr + tile.nr
+
+
+def _fetched(builder: Any, tile: Tile, x: Any, y: Any) -> list[Any]:
+    left = [value for run in _left(builder, tile, x) for value in run]
+    return left + _row_of(builder, tile, y, 0)
+
+
+@functools.cache
+def fetch(tile: Tile) -> Any:
+    """``fetch(ahead, memory, x, y)``: what a product X Y begins with, to registers."""
+
+    def body(builder, ahead, memory, x, y):
+        x, y = (elements.shared_place(builder, memory, at, tile.real) for at in (x, y))
+        write_registers(builder, ahead, 0, _fetched(builder, tile, x, y))
+
+    def simulated(ahead, memory, x, y):
+        pass
+
+    return function_of("fetch", tile, "arrr", body, simulated)
+
+
+@functools.cache
+def rows_fetched(tile: Tile) -> Any:
+    """``multiply(sums, ahead, memory, x, y, next_x, next_y)``: sums += X Y for 2 `few` values of k.
+
+    What the first half begins with is there. What the next one begins with is on its way while one
+    is multiplied: to other registers, and behind the second to `ahead`, so that none is moved.
+    """
+    size = FORMATS[tile.real][1]
+    plain = _simulated(tile, _by_columns(tile))
+
+    def body(builder, sums, ahead, memory, x, y, next_x, next_y):
+        x, y, *after = (
+            elements.shared_place(builder, memory, at, tile.real) for at in (x, y, next_x, next_y)
+        )
+        rows = tile.few * tile.pitch * size
+        second = [builder.add(x, I32(tile.few * size)), builder.add(y, I32(rows))]
+        total = read_registers(builder, sums, 0, tile.sums)
+        held = read_registers(builder, ahead, 0, tile.few * tile.mr + tile.nr)
+        for here, there in ((y, second), (second[1], after)):
+            left = [held[i * tile.few : (i + 1) * tile.few] for i in range(tile.mr)]
+            right = held[tile.few * tile.mr :]
+            held = _fetched(builder, tile, *there)
+            for k in range(tile.few):
+                following = _row_of(builder, tile, here, k + 1) if k + 1 < tile.few else []
+                _add_row(builder, tile, left, right, k, total)
+                right = following
+        write_registers(builder, ahead, 0, held)
+        write_registers(builder, sums, 0, total)
+
+    def simulated(sums, ahead, memory, x, y, next_x, next_y):
+        plain(sums, memory, x, y)
+        plain(sums, memory, x + tile.few, y + tile.few * tile.pitch)
+
+    return function_of("rows_fetched", tile, "aarrrrr", body, simulated)
 
 
 @functools.cache
@@ -380,6 +459,8 @@ def bindings(tile: Tile) -> dict[str, Any]:
         "WINDOW": window,
         "BARRIER": barrier,
         "MULTIPLY": rows_by_columns(tile),
+        "FETCH": fetch(tile),
+        "MULTIPLY_FETCHED": rows_fetched(tile),
         "MULTIPLY_BACK": rows_by_rows(tile),
         "MULTIPLY_OUTER": columns_by_columns(tile),
         "MULTIPLY_OUTER_AHEAD": columns_by_columns(tile, tile.ahead),

@@ -94,6 +94,12 @@ class Sizes:
         return (self.tile.width // self.tile.mr) * (self.tile.width // self.tile.nr)
 
     @property
+    def is_roomy(self) -> bool:
+        """Return whether threads have registers for what they multiply next."""
+        exact = self.tile.real == "float32" and not (self.tile.tensor or self.tile.slice)
+        return exact and self.resident == 1 and self.threads <= 256
+
+    @property
     def teams(self) -> int:
         """Return the planes of a block: of its teams, or of the one that all threads are."""
         return max(1, self.threads // self.team)
@@ -299,6 +305,8 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SQUARE": tile.width**2 * itemsize,
         "SQUARE_ACROSS": tile.width // tile.nr,
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
+        "FETCHED": s.is_roomy,
+        "FETCHES": max(network_tiles.ahead(tile), s.at_once * s.members),
         "EARLY": real == "float32" and not tile.tensor,
         "PLANE": s.squares * itemsize,
         "FULL": all(width == tile.width for width in s.widths[1:-1]),
