@@ -56,6 +56,8 @@ JOINED = 16
 #: Loads of a thread on their way; with 1024 threads on a multiprocessor these are 64 KiB, three
 #: times what memory's latency asks for.
 AHEAD = 4
+#: Values of the few vectors that a thread loads together.
+BROUGHT = 8
 #: Bytes of a slice of the few vectors, and values of K.
 SLICE_BYTES, SLICE = 32 << 10, 4096
 #: Lines from which on neighbouring threads may have neighbouring lines.
@@ -235,8 +237,10 @@ def _kernel(
     bindings = bound(b, "along side sharers own depth unit width size groups lines spots pieces")
     bindings |= bound(b, "ahead total pitch chains") | {
         "THREADS": THREADS,
+        "BROUGHT": max(1, min(BROUGHT, b.side * b.depth // THREADS)),
         "LOADS": loads,
-        # from a value of K to the next in shared memory
+        # values of K of an access, and the bytes from one to the next in shared memory
+        "REACH": b.width if b.along else 1,
         "FACTOR_BYTES": b.size if b.along else b.side * b.size,
         "HELD": held,
         "SIDE_BITS": _bits(b.side),
@@ -296,8 +300,8 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
         units = -(-p.k // unit)
         # (the sums of several vectors leave few registers for others)
         own = 2 if side == 4 and unit == 8 else 4
-        if side == SIDE and (unit == 2 or (unit == 8 and p.k > tiling.CHAIN * 32)):
-            own = 2
+        if side == SIDE and unit != 4:
+            own = (2 if unit == 2 else 4) // (1 + (p.k > tiling.CHAIN * 32))
         sharers = min(32, 1 << _bits(units))
         while own > 1 and blocks(THREADS // sharers * own) < 4 * multiprocessors:
             own //= 2
