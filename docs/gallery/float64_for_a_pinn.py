@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy.linalg import blas
 from scipy.optimize import line_search
+from threadpoolctl import threadpool_limits
 
 import numfuse as nf
 
@@ -84,7 +85,11 @@ def loss_in(dtype):
 # The optimiser is BFGS with the inverse Hessian scaled by Oren and Luenberger's factor in each
 # step, which a loss of this kind needs: its curvatures are many powers of ten apart. SciPy searches
 # along a line, and BLAS keeps one triangle of the matrix. A search that fails is tried once more
-# along the gradient itself. Where that fails too, the digits are used up.
+# along the gradient itself. Where that fails too, the digits are used up. BLAS has one thread: for
+# a matrix of 500 rows a second one gains nothing, and waits in the way of other programs.
+
+
+threadpool_limits(1, user_api="blas")
 
 
 def steps(loss, theta):
