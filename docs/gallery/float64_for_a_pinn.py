@@ -47,8 +47,8 @@ def source(p):
 
 
 # %%
-# As in the example of `k = 2 <helmholtz.html>`_, ``u = h v`` with ``h = (1 - x^2) (1 - y^2)`` and a
-# network v has the right values on the edge, and the residual of the equation is linear in v, its
+# As in `the example with k = 2 <helmholtz.html>`_, ``u = h v`` with ``h = (1 - x^2) (1 - y^2)`` and
+# a network v has the right values on the edge, and the residual of the equation is linear in v, its
 # slopes and its Laplacian.
 
 nodes = np.polynomial.legendre.leggauss(20)[0]
@@ -305,9 +305,9 @@ for library in dict.fromkeys(library for library, _ in ways):
     print(f"{library:8} {short:6.2f} ms a gradient in float32, {long:6.2f} in float64")
 
 # %%
-# On a processor a vector holds half as many values of float64, so that a gradient takes up to
-# twice the time where arithmetic is all that counts. On GPUs whose float64 is as fast as their
-# float32 (A100, H100, H200) it need cost nothing. `Numerics
-# <../numerics.html#which-precision>`_ has both, and tells what to choose.
+# So small a network is not bound by arithmetic. A larger one takes up to twice the time in float64
+# on a processor, whose vectors hold half as many values, and as long as in float32 on GPUs whose
+# float64 is as fast as their float32: :doc:`Numerics </numerics>` has the figures, and tells which
+# precision to choose.
 
 plt.show()
