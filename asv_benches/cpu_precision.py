@@ -1,6 +1,6 @@
 """Precision as a dial on a processor with AMX: times and errors beside oneDNN and OpenBLAS.
 
-    python asv_benches/cpu_precision.py                      16 cores: some 60 s
+    python asv_benches/cpu_precision.py                      16 cores: some 120 s
     python asv_benches/cpu_precision.py --threads 1 2 --sizes 1024 2048
     python asv_benches/cpu_precision.py --json docs/history/precision.json
 
@@ -42,6 +42,8 @@ UNIT = 2.0**-24
 #: How far a result may be off, in units: what each mode promises and its activation adds.
 ALLOWED = {"torch": 64, "ieee": 64, "bf16x6": 64, "bf16x3": 512}
 SAMPLE = 64
+#: Seconds between contestants with threads of their own.
+REST = 0.2
 Calls = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 
@@ -126,14 +128,21 @@ def errors(x: dict[str, np.ndarray], calls: Calls) -> dict[str, list[float]]:
     return found
 
 
-def turns(calls: dict[Any, Callable[[], Any]], seconds: float) -> dict[Any, float]:
-    """Median seconds of each call, by turns, for about so many seconds in all."""
+def turns(calls: dict[Any, Callable[[], Any]], seconds: float, threads: int) -> dict[Any, float]:
+    """Median seconds of each call, by turns, for about so many seconds in all.
+
+    With several threads each turn comes after a rest and a call that is not timed: idle threads of
+    another library look for work for 0.13 s, on the same cores (docs/performance/processor.md).
+    """
     times: dict[Any, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[next(iter(times))]) < 5:
         for name, call in calls.items():
+            if threads > 1:
+                time.sleep(REST)
+                call()
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
@@ -152,8 +161,8 @@ def measured(m: int, n: int, k: int, threads: int, seconds: float) -> dict[str, 
         "shape": (m, n, k),
         "threads": threads,
         "errors": off,
-        "forward": turns(forward, seconds),
-        "backward": turns(backward, seconds),
+        "forward": turns(forward, seconds, threads),
+        "backward": turns(backward, seconds, threads),
     }
 
 
@@ -198,7 +207,7 @@ def dial(size: int, threads: int, seconds: float) -> list[dict[str, Any]]:
                 raise SystemExit(f"{way} is off by {off}")
             calls[(dtype, *way)] = call
             found[(dtype, *way)] = off
-    times = turns(calls, seconds)
+    times = turns(calls, seconds, threads)
     device = nf.use_backend("cpu").backend.describe()["device"]
     device = f"{device}, {threads} thread{'s' * (threads > 1)}"
     records: dict[str, list[dict[str, Any]]] = {}
@@ -258,12 +267,12 @@ def main() -> None:
     for threads in chosen.threads:
         numba.set_num_threads(threads)
         torch.set_num_threads(threads)
-        if chosen.dial:
-            with threadpool_limits(threads, user_api="blas"):
+        with threadpool_limits(threads, user_api="blas"):
+            if chosen.dial:
                 products += dial(chosen.dial, threads, 2 * chosen.seconds)
-        for shape in shapes:
-            rows.append(measured(*shape, threads, chosen.seconds))
-            print(table(rows[-1:]).splitlines()[-2:], flush=True)
+            for shape in shapes:
+                rows.append(measured(*shape, threads, chosen.seconds))
+                print(table(rows[-1:]).splitlines()[-2:], flush=True)
     print(nf.use_backend("cpu").backend.describe()["device"], torch.__version__)
     print(table(rows))
     print(f"{time.perf_counter() - start:.0f} s in all")

@@ -151,7 +151,7 @@ def measured(
         return results
 
     calls: dict[str, Any] = {}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, (library, mode) in contestants(kind, dtype).items():
         run = ours if library == "numfuse" else peer
         call = functools.partial(run, mode)
@@ -170,7 +170,7 @@ def measured(
             )
         )
         tier = f"{told.tier}, {told.tiling}" if run is ours and told is not None else ""
-        row = {"name": name, "library": library, "mode": mode, "tier": tier}
+        row: dict[str, Any] = {"name": name, "library": library, "mode": mode, "tier": tier}
         rows.append(row | {"norm": norm, "sizes": sizes, "error": norm * exact[0].unit})
         calls[name] = call
         del results
