@@ -165,7 +165,7 @@ class CudaBlock:
 CORE_BLOCKS = (
     CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
     CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
-    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.77),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.7),
     CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.54),
     CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.47),
     CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=0.965, kept="shared"),
@@ -273,8 +273,8 @@ def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: i
 
 
 #: Bytes of the long factor of few vectors (`vectors`) that a block takes in a cycle, by bytes of an
-#: access: four of each of 256 threads, in the 800 cycles that memory takes.
-VECTOR_RATE = 4 * 256 / 800
+#: access: four of each of 256 threads, in the 800 cycles that memory takes; and a multiprocessor.
+VECTOR_RATE, VECTOR_BYTES = 4 * 256 / 800, 64
 
 
 def vector_cost(blocks: int, nbytes: int, access: int, parts: int, multiprocessors: int) -> float:
@@ -284,16 +284,17 @@ def vector_cost(blocks: int, nbytes: int, access: int, parts: int, multiprocesso
     slowest. Parts have a join behind them.
     """
     busy = min(blocks * parts, multiprocessors)
-    rate = min(VECTOR_RATE * access * blocks * parts, THIN_BYTES * busy, MEMORY_BYTES)
+    rate = min(VECTOR_RATE * access * blocks * parts, VECTOR_BYTES * busy, MEMORY_BYTES)
     return nbytes / max(1, rate) + (CORE_LAUNCH / FMAS if parts > 1 else 0)
 
 
 def vector_parts(blocks: int, nbytes: int, access: int, most: int, multiprocessors: int) -> int:
-    """Return the parts of K, `most` at the most: two blocks a multiprocessor.
+    """Return the parts of K, `most` at the most.
 
+    There are two blocks a multiprocessor, by accesses of 4 bytes and less four.
     They must save more than the launch that adds them up takes.
     """
-    parts = min(2 * multiprocessors // max(1, blocks), most)
+    parts = min((2 if access > 4 else 4) * multiprocessors // max(1, blocks), most)
     if parts < 2:
         return 1
     one, cut = (vector_cost(blocks, nbytes, access, x, multiprocessors) for x in (1, parts))

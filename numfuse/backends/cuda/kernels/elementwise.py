@@ -4,9 +4,10 @@ The arithmetic is that of `numfuse.language.scalar`, the same as on the CPU (err
 in the last place for the table's activations, docs/numerics.md). For 16-bit results in float32, and
 for float32 products of tensor cores, there is a short form: exponential and reciprocal by the
 special function unit (ex2.approx and rcp.approx, PTX ISA 9.7.3, relative errors of 2^-22 and
-2^-23), without low words, for the normal distribution too, and for gelu and silu in fewer operations
-(`numfuse.activations.short_form`). Its relative error, below 2^-18 + |x| 2^-22 for an argument x of
-the exponential, is far below the half unit (2^-9, 2^-12) that the store of 16 bits rounds away.
+2^-23), without low words, the normal distribution made of these, and gelu and silu in fewer
+operations (`numfuse.activations.short_form`). Its relative error, below 2^-18 + |x| 2^-22 for an
+argument x of the exponential, is far below the half unit (2^-9, 2^-12) that the store of 16 bits
+rounds away.
 """
 
 from __future__ import annotations
