@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import hypothesis
 import numpy as np
 import pytest
+import weekly
 from tolerance import DTYPES
 
 import numfuse as nf
@@ -189,6 +190,7 @@ def pytest_collection_modifyitems(
         arrays = parameters.get("arrays", "host")
         kind = item.get_closest_marker("kind")
         without |= kind is not None and backend in BACKENDS and not _has(backend, kind.args[0])
+        without |= weekly.is_left_out(item.nodeid)
         if backend in BACKENDS:
             without |= arrays != "host" and not _there(item, arrays, backend, dtype)
         (left if without else kept).append(item)
@@ -247,8 +249,13 @@ def compiles_slowly(backend: str) -> bool:
     return "llvmpipe" in str(resolve(backend).describe()["device"])
 
 
+def _is_covered(backend: str) -> bool:
+    """Return whether sets of parameters that compile are too many to be all run on a backend."""
+    return compiles_slowly(backend) or (backend == "cpu" and not weekly.ALL)
+
+
 def _covering(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:
-    """Where each set of parameters is compiled slowly, sets that have every value of each of them.
+    """Where each set of parameters is compiled, sets that have every value of each of them.
 
     The rest joins `left`.
     """
@@ -256,7 +263,7 @@ def _covering(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.
     for item in items:
         call = getattr(item, "callspec", None)
         backend = call.params.get("backend", "") if call is not None else ""
-        if item.get_closest_marker("compiles") and backend in BACKENDS and compiles_slowly(backend):
+        if item.get_closest_marker("compiles") and backend in BACKENDS and _is_covered(backend):
             sets.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
     dropped: set[pytest.Item] = set()
     for found in sets.values():

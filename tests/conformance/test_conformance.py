@@ -802,6 +802,7 @@ def test_no_operand_is_read_or_written_past_its_pages(backend, unrecorded):
 # --- NaN and infinity ---------------------------------------------------------------------------
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("guard", [True, False])
@@ -866,6 +867,7 @@ LIMITS = {  # f(-inf), f(inf), f'(-inf), f'(inf)
 }
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_infinity_gives_the_limit_without_the_guard(backend, activation, dtype):
@@ -890,6 +892,7 @@ def test_infinity_gives_the_limit_without_the_guard(backend, activation, dtype):
     assert (fused.d_a[:, 0] == slope).all()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gated_guard_zeroes_the_derivative_alone(backend, activation, dtype):

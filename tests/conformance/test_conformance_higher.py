@@ -517,6 +517,7 @@ def test_without_cotangents_everything_is_zero(backend, unrecorded):  # noqa: F8
 # --- NaN and infinity ---------------------------------------------------------------------------
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("guard", [True, False])
@@ -554,6 +555,7 @@ def test_the_guard_zeroes_both_derivatives(backend, activation, guard, dtype):
         assert np.isnan(result.d_a[row]).all() and np.isnan(result.d_bias).all()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", CURVED)
 def test_infinity_gives_the_limit_of_the_second_derivative(backend, activation, dtype):

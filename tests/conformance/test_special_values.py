@@ -66,6 +66,7 @@ def at(second, backend):
     return evaluate
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -89,6 +90,7 @@ def test_relu_of_minus_zero_is_zero_in_value(at):
     assert not at("relu", 0, x).any() and not at("relu", 1, x).any()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -99,6 +101,7 @@ def test_infinities_give_the_limits(at, name, order, dtype):
     assert (got[0::2] == low).all() and (got[1::2] == high).all()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -707,6 +707,14 @@ SELDOM = (
     "network 96 bf16x6", "network 64 tf32", "networks float32 64, forward", "networks float64",
     "network along a direction of each point, float64", "network in slices float32 192",
     "network's value float64", "two sums, out512", "two sums, out pre pre1512",
+    "few rows, float32 16", "few rows, float32 32", "few rows, float64 1",
+    "few vectors, float64, 17574", "few vectors, bfloat16, 3 x", "few vectors, float64, 8 x 4096",
+    "a long sum of one column, float32", "int8, 8 moduli", "wgmma bf16x3", "rows float64",
+    "jet float64, 1", "jet float32, 1", "jet float32 backward, 1", "network float32 96",
+    "network 64 bf16x6", "networks float32 64",
+    "network's value float16 (64, 64, 64, 64, 64, 64)", "mirror float32, 32", "mirror f16, parts",
+    "value bfloat16 (64, 64, 64, 64, 64), tanh", "sums of columns, T4", "finish bfloat16",
+    "float64 in layout 11", "float32 in layout 11", "two sums of any alignment",
 )  # fmt: skip
 if not os.environ.get("NUMFUSE_TEST_ALL"):
     CASES = [case for case in CASES if not any(part in case.name for part in SELDOM)]
