@@ -285,6 +285,16 @@ def scaled(m, n, k, dtype, strides, pre=None):
     )  # fmt: skip
 
 
+def alternate(p):
+    """A gated layer whose factors, and results if they are two, are alternate columns of arrays."""
+    even = {name: replace(x, strides=(0, 2 * x.strides[1], 2))
+            for name in ("y", "y1", "out", "pre") if (x := getattr(p, name)) is not None}
+    two = p.pre is not None and p.pre1 is None
+    if not two:
+        even = {name: x for name, x in even.items() if name[0] == "y"}
+    return replace(p, woven=True, woven_out=two, **even)
+
+
 def gated(m, n, k, dtype, *, results=("out",), biases=True, grad=False, alignment=16, **others):
     """A gated layer's two sums, and its value or both gradients of these."""
     act = ACT["silu"]
@@ -674,6 +684,15 @@ CASES = [
     taken("wgmma f16, two sums, gradients", WGMMA,
           gated(8192, 5632, 2048, "float16", results=("out", "pre"), grad=True), HOPPER,
           ("cp.async.bulk.tensor.3d.global",)),
+    *[taken(f"wgmma bf16, alternate columns, {' '.join(results)}{n}{' gradients' if grad else ''}",
+            WGMMA, alternate(gated(m, n, 2048, "bfloat16", results=results, grad=grad,
+                                   biases=biases)), HOPPER, ("cp.async.bulk.tensor.3d.global",))
+      for results, m, n, biases, grad in (
+          (("out",), 8192, 5632, False, False), (("out",), 512, 512, True, False),
+          (("out", "pre", "pre1"), 8192, 5632, True, False),
+          (("out", "pre"), 8192, 5632, True, True),
+          (("out", "pre"), 1333, 1777, True, True), (("out", "pre", "pre1"), 1333, 1777, True, False),
+      )],
     taken("wgmma bf16, two sums, gradients of any alignment", WGMMA,
           gated(1333, 1777, 1000, "bfloat16", results=("out", "pre"), grad=True, alignment=2),
           HOPPER),

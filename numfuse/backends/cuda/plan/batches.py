@@ -62,6 +62,7 @@ def launch(
         epilogue = epilogue.without("bias")
     if "x" in views:
         names = [name for name, _ in epilogue.results]
+        woven = "x1" not in views and _are_woven(views, "y", "y1")
         product = Product(
             *(m, n, k, places.count),
             accumulator=accumulator,
@@ -70,6 +71,8 @@ def launch(
             sums=sums,
             free=free,
             whole=whole,
+            woven=woven,
+            woven_out=woven and "pre1" not in views and _are_woven(views, "out", "pre"),
             **operands,
         )
         plan = rec.choose(product)
@@ -92,6 +95,11 @@ def launch(
             at["sums"] = table.at(first * rows * n)
         record(at)
     return table, rows
+
+
+def _are_woven(views: dict[str, View], even: str, odd: str) -> bool:
+    """Return whether two of some views are every other column of one array."""
+    return odd in views and views[even].woven_with(views[odd]) is not None
 
 
 def product(

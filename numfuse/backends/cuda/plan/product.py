@@ -7,7 +7,7 @@ fixed but the addresses; a plan that is kept launches again with other addresses
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from numfuse.epilogues import Epilogue, sum_of_terms
@@ -135,6 +135,10 @@ class Product(Keyed):
     y1: Operand | None = None
     bias1: Operand | None = None
     pre1: Operand | None = None
+    #: Of two sums: Y has the even columns of an array and Y1 the odd ones; and so have `out` and
+    #: `pre` of another array.
+    woven: bool = False
+    woven_out: bool = False
     #: The unrounded results are summed by column in every row of blocks, in a fixed order, to
     #: sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
     sums: bool = False
@@ -157,6 +161,12 @@ class Product(Keyed):
     def has_two_sums(self) -> bool:
         """Return whether the epilogue is one of two sums."""
         return self.y1 is not None and self.x1 is None
+
+    def wide(self, name: str) -> Operand:
+        """Return the array of which `name` ("y", "out") has every other column."""
+        found: Operand = getattr(self, name)
+        place, row, _ = found.strides
+        return replace(found, strides=(place, row, 1))
 
     @property
     def is_rich(self) -> bool:
