@@ -169,6 +169,13 @@ class Product(Keyed):
         return replace(found, strides=(place, row, 1))
 
     @property
+    def rights(self) -> list[Operand]:
+        """Return Y, and Y1 where there is one; of woven sums the one array that has both."""
+        if self.woven:
+            return [self.wide("y")]
+        return [self.y] if self.y1 is None else [self.y, self.y1]
+
+    @property
     def is_rich(self) -> bool:
         """Return whether it has more than one sum of one term, a bias and two results."""
         return any(x is not None for x in (self.y1, self.bias1, self.pre1))
