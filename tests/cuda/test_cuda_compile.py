@@ -287,12 +287,15 @@ def scaled(m, n, k, dtype, strides, pre=None):
 
 def alternate(p):
     """A gated layer whose factors, and results if they are two, are alternate columns of arrays."""
-    even = {name: replace(x, strides=(0, 2 * x.strides[1], 2))
-            for name in ("y", "y1", "out", "pre") if (x := getattr(p, name)) is not None}
+    even = {
+        name: replace(x, strides=(0, 2 * x.strides[1], 2))
+        for name in ("y", "y1", "out", "pre")
+        if (x := getattr(p, name)) is not None
+    }
     two = p.pre is not None and p.pre1 is None
     if not two:
         even = {name: x for name, x in even.items() if name[0] == "y"}
-    return replace(p, woven=True, woven_out=two, **even)
+    return replace(p, alternate="y out" if two else "y", **even)
 
 
 def gated(m, n, k, dtype, *, results=("out",), biases=True, grad=False, alignment=16, **others):
@@ -691,7 +694,8 @@ CASES = [
           (("out",), 8192, 5632, False, False), (("out",), 512, 512, True, False),
           (("out", "pre", "pre1"), 8192, 5632, True, False),
           (("out", "pre"), 8192, 5632, True, True),
-          (("out", "pre"), 1333, 1777, True, True), (("out", "pre", "pre1"), 1333, 1777, True, False),
+          (("out", "pre"), 1333, 1777, True, True),
+          (("out", "pre", "pre1"), 1333, 1777, True, False),
       )],
     taken("wgmma bf16, two sums, gradients of any alignment", WGMMA,
           gated(1333, 1777, 1000, "bfloat16", results=("out", "pre"), grad=True, alignment=2),

@@ -88,7 +88,7 @@ def check(
     sides |= {name: made((places, 1, n)) for name in ("bias", "bias1")}
     ends = {name: made((places, m, n), nan=True) for name in ("out", "pre", "pre1")}
     operands = {name: array.operand for name, array in (sides | ends).items()}
-    how = {"epilogue": GATE, "whole": True, "woven": woven}
+    how = {"epilogue": GATE, "whole": True, "alternate": "y" * woven}
     product = Product(m, n, k, places, accumulator=acc, **how, **operands)
     module = simt if dtype == "float32" else tensor_core
     plan = module.plan(product, info, tile, k, 1)
@@ -106,7 +106,7 @@ def check(
         single = replace(
             product, epilogue=Epilogue("alone", ("z",), ("bias",), (("out", Z),)),
             y=sides[right].operand, bias=sides[bias].operand, out=alone.operand,
-            **dict.fromkeys(("y1", "bias1", "extra", "pre", "pre1")), woven=False,
+            **dict.fromkeys(("y1", "bias1", "extra", "pre", "pre1")), alternate="",
         )  # fmt: skip
         how = {"x": sides["x"], "y": sides[right], "bias": sides[bias], "out": alone}
         run(module.plan(single, info, tile, k, 1), how)

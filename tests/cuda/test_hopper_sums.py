@@ -83,7 +83,7 @@ def test_sums_of_alternate_columns_have_the_bits_of_columns_by_themselves(tile, 
     how = {name: operand(x) for name, x in results.items() if name != "out"}
     product = Product(
         m, n, k, 1, operand(a), operand(w, 2), operand(results["out"]), "float32",
-        epilogue=epilogue, y1=operand(w, 2), woven=True, **how,
+        epilogue=epilogue, y1=operand(w, 2), alternate="y", **how,
     )  # fmt: skip
     made(product, tile, {"x": a, "y": w, **results})
     for name, first in ("pre", 0), ("pre1", 1):
@@ -108,7 +108,7 @@ def test_two_results_alternate_in_one_array(tile, by):
     )
     product = Product(
         m, n, k, 1, operand(a), operand(w, 2), operand(out, 2), "float32", epilogue=epilogue,
-        y1=operand(w, 2), pre=operand(out, 2), extra=operand(grad), woven=True, woven_out=True,
+        y1=operand(w, 2), pre=operand(out, 2), extra=operand(grad), alternate="y out",
     )  # fmt: skip
     made(product, tile, {"x": a, "y": w, "out": out, "pre": out, "extra": grad})
     g = grad[:, :n].astype(float)

@@ -123,6 +123,17 @@ def beside(addresses: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
+def _behind(arrays: Mapping[str, Argument]) -> dict[str, tuple[str, int]]:
+    """Return which arrays have the form of another one that begins some elements before them."""
+    names, found = list(arrays), {}
+    for j, i, distance in beside([a.address for a in arrays.values()]):
+        later, first = arrays[names[j]], arrays[names[i]]
+        elements, rest = divmod(distance, dtype_of(later.dtype).itemsize)
+        if later[1:4] == first[1:4] and not rest:
+            found[names[j]] = names[i], elements
+    return found
+
+
 def word(number: float, dtype: np.dtype[Any]) -> int:
     """Return a number, rounded to a dtype, as the bits of a float64: what a kernel is given."""
     (bits,) = struct.unpack("q", struct.pack("d", dtype.type(number)))
@@ -209,12 +220,7 @@ def record(
     ghosts |= words
 
     # one of two arrays that are parts of another one is told of by the other one's address
-    behind = {}
-    for j, i, distance in beside([a.address for a in arrays.values()]):
-        later, first_one = arrays[order[j]], arrays[order[i]]
-        itemsize = dtype_of(later.dtype).itemsize
-        if later[1:4] == first_one[1:4] and not distance % itemsize:
-            behind[order[j]] = order[i], distance // itemsize
+    behind = _behind(arrays) if min(alignments.values(), default=16) < 16 else {}
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         if name in words:

@@ -237,9 +237,9 @@ def launch(
 
     `operands` has the arrays by their slots; along an axis where a stride is 0 an array repeats.
     `sizes` are M, N and the places. `woven` has the slots of results that are the odd columns of an
-    array of which another one, by its slot, is the even ones. Sums go to the slots "sums_" and their names, of columns:
-    (places, chunks, N), and "rows_" and theirs, (places, M, parts), in the accumulator's dtype;
-    they are joined afterwards.
+    array of which another one, by its slot, is the even ones. Sums go to the slots "sums_" and
+    their names, of columns: (places, chunks, N), and "rows_" and theirs, (places, M, parts), in the
+    accumulator's dtype; they are joined afterwards.
     """
     m, n, places = sizes
     added = *sums.columns, *sums.rows
@@ -262,7 +262,9 @@ def launch(
     while ahead > 1 and len(topological(chosen.graphs)) * values * ahead > _MOST_OPERATIONS:
         ahead //= 2
     evens = set(woven.values())
-    accesses_of = {slot: _Access(slot, x, values, 1 + (slot in evens)) for slot, x in arrays.items()}
+    accesses_of = {
+        slot: _Access(slot, x, values, 1 + (slot in evens)) for slot, x in arrays.items()
+    }
     printed = text(sources, results, sums, accesses_of, woven, values, ahead, lanes)
     template = template_of(printed)
     bindings = _bindings(accesses_of, accumulator) | {

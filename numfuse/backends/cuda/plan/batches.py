@@ -62,7 +62,10 @@ def launch(
         epilogue = epilogue.without("bias")
     if "x" in views:
         names = [name for name, _ in epilogue.results]
-        woven = "x1" not in views and _are_woven(views, "y", "y1")
+        alternate = ""
+        if "y1" in views and "x1" not in views and _are_woven(views, "y", "y1"):
+            two = "pre1" not in views and _are_woven(views, "out", "pre")
+            alternate = "y out" if two else "y"
         product = Product(
             *(m, n, k, places.count),
             accumulator=accumulator,
@@ -71,8 +74,7 @@ def launch(
             sums=sums,
             free=free,
             whole=whole,
-            woven=woven,
-            woven_out=woven and "pre1" not in views and _are_woven(views, "out", "pre"),
+            alternate=alternate,
             **operands,
         )
         plan = rec.choose(product)

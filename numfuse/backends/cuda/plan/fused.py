@@ -123,10 +123,6 @@ def _two_products(
     ((other, right1), *more1), out1 = made[1]
     if more or more1 or left != other or _summed_axes(p, out) or _summed_axes(p, out1):
         return False
-    both, whole = right.woven_with(right1), out.woven_with(out1)
-    if both is not None and whole is not None:
-        batches.product(rec, left, both, p.batch, whole, p.acc_dtype.name, free=True)
-        return True
     views = {"x": left, "y": right, "y1": right1, "out": out, "pre": out1}
     if any(x.strides[-1] != 1 for x in (out, out1)) or not all(left.shape) or out.dtype != p.dtype:
         return False

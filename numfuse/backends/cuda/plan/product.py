@@ -135,10 +135,9 @@ class Product(Keyed):
     y1: Operand | None = None
     bias1: Operand | None = None
     pre1: Operand | None = None
-    #: Of two sums: Y has the even columns of an array and Y1 the odd ones; and so have `out` and
-    #: `pre` of another array.
-    woven: bool = False
-    woven_out: bool = False
+    #: Of two sums "y" where Y has the even columns of an array and Y1 the odd ones, and "y out"
+    #: where `out` and `pre` have those of another array, too.
+    alternate: str = ""
     #: The unrounded results are summed by column in every row of blocks, in a fixed order, to
     #: sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
     sums: bool = False
@@ -174,6 +173,16 @@ class Product(Keyed):
         if self.woven:
             return [self.wide("y")]
         return [self.y] if self.y1 is None else [self.y, self.y1]
+
+    @property
+    def woven(self) -> bool:
+        """Return whether both factors Y are every other column of one array."""
+        return self.alternate != ""
+
+    @property
+    def woven_out(self) -> bool:
+        """Return whether two results are every other column of one array, as the factors are."""
+        return self.alternate == "y out"
 
     @property
     def is_rich(self) -> bool:

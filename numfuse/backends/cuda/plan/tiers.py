@@ -93,7 +93,7 @@ def choose(
         nothing = dict.fromkeys(("x1", "y1", "bias", "bias1", "extra", "pre", "pre1"))
         single = replace(product, epilogue=sum_of_terms(0), **nothing)  # type: ignore[arg-type]
         if product.woven:  # one of the two sums as if its columns were neighbours
-            single = replace(single, woven=False, woven_out=False, y=product.wide("y"))
+            single = replace(single, alternate="", y=product.wide("y"))
             if product.woven_out:
                 single = replace(single, out=product.wide("out"))
         alone = choose(single, info, named) if product.k else None

@@ -275,9 +275,7 @@ def piece(
             v[i], kept[i], kept1[i] = element(acc, own, b[bias], b1[bias], g[i])
         if WOVEN_OUT:
             left, right = PACK(v[0], kept[0]), PACK(v[1], kept[1])
-            matrix_store(
-                pre_at ^ (32 * p), left, PACK(v[2], kept[2]), right, PACK(v[3], kept[3])
-            )
+            matrix_store(pre_at ^ (32 * p), left, PACK(v[2], kept[2]), right, PACK(v[3], kept[3]))
         elif PRE == "map" and WOVEN:
             store_apart(pre_at ^ (16 * p), PACK(kept[0], kept[1]), PACK(kept[2], kept[3]))
         elif PRE == "map":

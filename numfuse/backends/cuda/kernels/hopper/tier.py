@@ -145,7 +145,7 @@ def plan_with(
     parts = -(-slices // part_slices)
     columns = tile.block_n // (1 + product.has_two_sums)
     if product.woven and not _are_stored_in_halves(product):
-        product = replace(product, woven=False, woven_out=False)
+        product = replace(product, alternate="")
     row_blocks, column_blocks = -(-m // tile.block_m), -(-n // columns)
     units = row_blocks * column_blocks * places * parts
     found = _factors(product, kind, tile, columns)
