@@ -97,6 +97,27 @@ def test_sums_of_alternate_columns_have_the_bits_of_columns_by_themselves(tile, 
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("n", [44, 43])
+def test_sums_stay_float32_where_a_pass_reads_them(tile, n):
+    m, k = 70, 72
+    rng = np.random.default_rng(n)
+    a, w = memory(rng, m, k), memory(rng, k, 2 * n, 88)
+    results = {name: np.full((m, n), np.nan, np.float32) for name in ("out", "pre")}
+    epilogue = Epilogue("sums", ("z", "z1"), (), (("out", Z), ("pre", Z1)))
+    of = Operand("float32", (0, n, 1), 16)
+    product = Product(
+        m, n, k, 1, operand(a), operand(w, 2), of, "float32", epilogue=epilogue,
+        y1=operand(w, 2), pre=of, alternate="y",
+    )  # fmt: skip
+    made(product, tile, {"x": a, "y": w, **results})
+    for name, first in ("out", 0), ("pre", 1):
+        own = w[:, first : 2 * n : 2].astype(float)
+        most = abs(a.astype(float)) @ abs(own)
+        error = abs(results[name] - a.astype(float) @ own)
+        assert (error <= (k + 4) * 2.0**-24 * most).all()
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("by", ["map", "rows"])
 def test_two_results_alternate_in_one_array(tile, by):
     m, n, k = 70, 44, 72

@@ -9,6 +9,7 @@ elements does the rest. Sums of columns are made on the way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -84,9 +85,13 @@ def _alternates(
 ) -> bool:
     """Return whether the left factors of two terms are to alternate, as the right ones do.
 
-    The sum of both terms is one product then, with K of both in the order of the columns.
+    The sum of both terms is one product then, with K of both in the order of the columns. A sum of
+    two terms that are products with the left factors would have to copy these.
     """
-    if len(terms) != 2 or not takes_woven(p.dtype.name, rec.device.info):
+    others = [x for x in p.products.values() if x is not terms]
+    if len(terms) != 2 or any(len(x) > 1 for x in others):
+        return False
+    if not takes_woven(p.dtype.name, rec.device.info):
         return False
     names = [right.name for _, right in terms if right.turned and right.name in p.arrays]
     return len(names) == 2 and bind(names[0]).woven_with(bind(names[1])) is not None
@@ -227,8 +232,10 @@ class _Elements:
                 self._replace(leaf(name), leaf(name) + leaf(before))
                 products.append((before, pair))
             products.append((name, last))
+        made = self._alternate_sums(products)
         for name, pair in products:
-            self._product(name, pair)
+            if name not in made:
+                self._product(name, pair)
         if self.graphs:
             epilogue = self._epilogue(self.graphs.items())
             sources = {name: self.sources[name] for name in epilogue.operands}
@@ -285,6 +292,29 @@ class _Elements:
         made = [(e, self.results[x]) for x, e in self.graphs.items()]
         factors = dict(zip(("x", "y", "y1"), (*pairs[0], pairs[1][1]), strict=True))
         return self._launch(names, factors, made, slots)[1] >= 0
+
+    def _alternate_sums(self, products: list[tuple[str, tuple[str, str]]]) -> set[str]:
+        """Record sums over alternate columns of one array, two at once; return their names.
+
+        Alone, each would read a copy. Where none would be made, the last sum's product ends in all
+        that it can.
+        """
+        made: set[str] = set()
+        storage, info = self.p.dtype.name, self.rec.device.info
+        cores = storage == "float32" and takes_pairs(storage, info, self.rec.precision_of(storage))
+        if not (cores or takes_woven(storage, info)):
+            return made
+        for (name, (x, y)), (other, (x1, y1)) in itertools.combinations(products, 2):
+            alike = x == x1 and self.bind(y).woven_with(self.bind(y1)) is not None
+            if not alike or made & {name, other}:
+                continue
+            views = [self.rec.fresh(self.p.shape, self.acc) for _ in range(2)]
+            sums = list(zip((leaf(name), leaf(other)), views, strict=True))
+            factors = {"x": x, "y": y, "y1": y1}
+            if self._launch((name, other), factors, sums, {})[1] >= 0:
+                made |= {name, other}
+                self.sources |= dict(zip((name, other), views, strict=True))
+        return made
 
     def _launch(
         self,

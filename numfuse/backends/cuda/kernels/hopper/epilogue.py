@@ -297,7 +297,7 @@ def piece(
             # rows below the last are products of zeros and a bias: they do not count
             acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
             acc[index + 4 * p + 1] = select(v[1], ZERO, row_in) + select(v[3], ZERO, below_in)
-        if WOVEN and not WOVEN_OUT:
+        if STAGED and WOVEN and not WOVEN_OUT:
             store_apart(at ^ (16 * p), PACK(v[0], v[1]), PACK(v[2], v[3]))
         elif STAGED and not WOVEN:
             half[2 * p] = PACK(v[0], v[1])
@@ -394,14 +394,15 @@ def load_two(array: Array, row, column, m, n):
 
 
 def store_two(array: Array, row, column, m, n, low, high):
-    """Two neighbours in a row of float32, where they are inside."""
+    """Two float32 of a row that are APART columns apart, where they are inside."""
     if PAIRS:
         at = array.address + (row * array.row + column) * 4
         global_store2_f32(at, low, high, (row < m) & (column < n))
     else:
         at = array.address + (row * array.row + column * array.column) * 4
         global_store_f32(at, low, (row < m) & (column < n))
-        global_store_f32(at + 4 * array.column, high, (row < m) & (column + 1 < n))
+        inside = (row < m) & (column + APART < n)
+        global_store_f32(at + 4 * APART * array.column, high, inside)
 
 
 def store_halves(array: Array, row, column, m, n, low, high):

@@ -239,19 +239,22 @@ class Gemm:
             "ADD": add(self.values),
             "LOAD_EXTRA": inlined(epilogue.load_two, PAIRS=self.extra_pairs),
             "PRE_SIZE": 2 if self.pre_half else 4,
-            "STORE_PRE": inlined(epilogue.store_two, PAIRS=self.pre == "pairs"),
-            "STORE_OUT": inlined(epilogue.store_two, PAIRS=self.out_pairs),
+            "STORE_PRE": self._stores(epilogue.store_two, self.pre == "pairs"),
+            "STORE_OUT": self._stores(epilogue.store_two, self.out_pairs),
         }
         b |= store_bindings(self.moduli, 64, t.block_n)
         half = "bfloat16" if self.planes > 1 else self.operands
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
         if self.pre_half:
-            pairs = self.pre == "pairs"
-            apart = 4 if self.woven else 1
-            how = {"PAIRS": pairs and not self.woven, "PACK": b["PACK"], "APART": apart}
-            b["STORE_PRE"] = inlined(epilogue.store_halves, **how)
+            pairs, pack = self.pre == "pairs", b["PACK"]
+            b["STORE_PRE"] = self._stores(epilogue.store_halves, pairs, PACK=pack)
         return b | self._wgmma(KINDS[half])
+
+    def _stores(self, store: Any, pairs: bool, **more: Any) -> Any:
+        """Return what stores a thread's two values of 8 columns of a row, `pairs` as neighbours."""
+        apart = 4 if self.woven else 1
+        return inlined(store, PAIRS=pairs and not self.woven, APART=apart, **more)
 
     def _wgmma(self, kind: str) -> dict[str, Any]:
         """Return the names of the instruction and of its operands' descriptors."""

@@ -144,8 +144,6 @@ def plan_with(
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
     columns = tile.block_n // (1 + product.has_two_sums)
-    if product.woven and not _are_stored_in_halves(product):
-        product = replace(product, alternate="")
     row_blocks, column_blocks = -(-m // tile.block_m), -(-n // columns)
     units = row_blocks * column_blocks * places * parts
     found = _factors(product, kind, tile, columns)
@@ -191,12 +189,6 @@ def plan_with(
     shown = f"{tile}, {gemm.stages} stages"
     made = planes.plan(launches, device, shown, 64 * tile.halves, overlaps=True)
     return replace(made, part=part_slices if parts > 1 else 0)
-
-
-def _are_stored_in_halves(product: Product) -> bool:
-    """Return whether all results have 16 bits, which alone a kernel of woven sums stores."""
-    results = product.out, product.pre, product.pre1
-    return not product.sums and all(x is None or x.dtype in HALF for x in results)
 
 
 def _factors(
