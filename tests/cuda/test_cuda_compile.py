@@ -151,7 +151,7 @@ def elements_of(dtype):
     return pointwise.launch(HOPPER, made, dtype, read, results, 1000, 16, False)
 
 
-def by_rows(info, dtype, sums, n=1024):
+def by_rows(info, dtype, sums, n=1024, woven=False):
     """A formula of a wide sum and of operands by rows and columns, and a number; with its sums."""
     acc = "float64" if dtype == "float64" else "float32"
     gelu = ACT["gelu"]
@@ -159,7 +159,8 @@ def by_rows(info, dtype, sums, n=1024):
         lambda z, bias, scale, factor, g: (gelu(z + bias) * scale * factor, g * scale), 0, "rows"
     )
     steps = {"z": (512 * n, n, 1), "bias": (0, 0, 1), "scale": (512, 1, 0), "g": (512 * n, n, 1)}
-    steps |= {f"out_{i}": (512 * n, n, 1) for i in range(2)}
+    out = (1024 * n, 2 * n, 2) if woven else (512 * n, n, 1)
+    steps |= {f"out_{i}": out for i in range(2)}
     dtypes = {"z": acc}
     operands = {x: Operand(dtypes.get(x, dtype), step, 16) for x, step in steps.items()}
     read = [Source(x, x, operands[x].dtype) for x in ("z", "bias", "scale", "g")]
@@ -167,7 +168,7 @@ def by_rows(info, dtype, sums, n=1024):
     results = [Result(f"out_{i}", f"out_{i}", dtype) for i in range(2)]
     added = rows.Sums(["out_0"], ["out_0", "out_1"]) if sums else rows.Sums()
     how = read, results, operands, added, (512, n, 3), is_short(acc, dtype)
-    return rows.launch(info, whole, acc, *how)[0]
+    return rows.launch(info, whole, acc, *how, {"out_1": "out_0"} if woven else {})[0]
 
 
 def jet(info, dtype, backward, seconds=2, n=1024, apart=0):
@@ -568,6 +569,12 @@ CASES = [
         for dtype in ("float32", "float64", "bfloat16", "float16") for sums in (False, True)
     ],
     *[
+        Case(f"rows bfloat16 of alternate columns{', sums' if sums else ''}",
+             (by_rows(HOPPER, "bfloat16", sums, woven=True),), HOPPER,
+             ("ld.global.nc.v4.b32", "st.global.v4.b32"), 168)
+        for sums in (False, True)
+    ],
+    *[
         Case(f"jet {dtype}{' backward' if backward else ''}, {seconds}",
              (jet(info, dtype, backward, seconds),), info, ("ld.global", "st.global"), 128)
         for dtype, info in (("float32", HOPPER), ("float64", HOPPER), ("bfloat16", HOPPER),
@@ -696,6 +703,12 @@ CASES = [
           (("out", "pre"), 8192, 5632, True, True),
           (("out", "pre"), 1333, 1777, True, True),
           (("out", "pre", "pre1"), 1333, 1777, True, False),
+      )],
+    *[taken(f"{dtype}, alternate columns", tier,
+            alternate(gated(4096, 2816, 1024, dtype, results=("out", "pre", "pre1"), whole=True)),
+            HOPPER, (instruction,))
+      for dtype, tier, instruction in (
+          ("float64", TENSOR_CORES, "mma.sync.aligned"), ("float32", CORES, "st.global.v4.f32"),
       )],
     taken("wgmma bf16, alternate columns, sums of float32", WGMMA,
           replace(alternate(gated(4096, 2816, 1024, "bfloat16", results=("out", "pre"))),
