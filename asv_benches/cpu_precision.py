@@ -1,12 +1,17 @@
 """Precision as a dial on a processor with AMX: times and errors beside oneDNN and OpenBLAS.
 
-    python asv_benches/cpu_precision.py                      16 cores: some 60 s
+    python asv_benches/cpu_precision.py                      16 cores: some 120 s
     python asv_benches/cpu_precision.py --threads 1 2 --sizes 1024 2048
+    python asv_benches/cpu_precision.py --json docs/history/precision.json
 
 float32: IEEE products, "bf16x6" and "bf16x3"; PyTorch's float32 at the precision "highest", which
 is oneDNN's (sgemm of MKL where PyTorch was built so), and NumPy's product alone. A forward has a
 bias and gelu (PyTorch's in a buffer of its own, and in place). A backward makes the pre-activation
 again, then d_a, d_b and d_bias: three products for everybody.
+
+Bare products of one size, float64 too, are the figures that `--json` keeps (precision_records.py):
+beside numfuse's modes those of NumPy (OpenBLAS) and of PyTorch, strict and at the precision
+"medium", where oneDNN rounds the factors to bfloat16.
 
 Turns are interleaved, figures are medians. Every result is held against float64 first: 64 rows of
 the forward and of d_a, 64 columns of d_b; errors are Frobenius norms, relative, in units of 2^-24.
@@ -16,7 +21,6 @@ Ratios are PyTorch's time over numfuse's: 2 is twice as fast.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -28,6 +32,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from precision_records import STRICT, with_shares, write
+from threadpoolctl import threadpool_limits
 
 import numfuse as nf
 
@@ -36,6 +42,8 @@ UNIT = 2.0**-24
 #: How far a result may be off, in units: what each mode promises and its activation adds.
 ALLOWED = {"torch": 64, "ieee": 64, "bf16x6": 64, "bf16x3": 512}
 SAMPLE = 64
+#: Seconds between contestants with threads of their own.
+REST = 0.2
 Calls = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 
@@ -120,14 +128,21 @@ def errors(x: dict[str, np.ndarray], calls: Calls) -> dict[str, list[float]]:
     return found
 
 
-def turns(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Median seconds of each call, by turns, for about so many seconds in all."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def turns(calls: dict[Any, Callable[[], Any]], seconds: float, threads: int) -> dict[Any, float]:
+    """Median seconds of each call, by turns, for about so many seconds in all.
+
+    With several threads each turn comes after a rest and a call that is not timed: idle threads of
+    another library look for work for 0.13 s, on the same cores (docs/performance/processor.md).
+    """
+    times: dict[Any, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[next(iter(times))]) < 5:
         for name, call in calls.items():
+            if threads > 1:
+                time.sleep(REST)
+                call()
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
@@ -146,9 +161,67 @@ def measured(m: int, n: int, k: int, threads: int, seconds: float) -> dict[str, 
         "shape": (m, n, k),
         "threads": threads,
         "errors": off,
-        "forward": turns(forward, seconds),
-        "backward": turns(backward, seconds),
+        "forward": turns(forward, seconds, threads),
+        "backward": turns(backward, seconds, threads),
     }
+
+
+def product_of(library: str, mode: str, x: np.ndarray, y: np.ndarray) -> Callable[[], Any]:
+    """Return a call that makes x @ y and returns it as an array of NumPy."""
+    out = np.empty((len(x), y.shape[1]), x.dtype)
+    if library == "NumPy":
+        return lambda: np.matmul(x, y, out=out)
+    if library == "numfuse":
+        backend = nf.use_backend("cpu", precision=mode).backend
+        return lambda: nf.matmul_bias_activation(x, y, out=out, backend=backend)
+    a, b, c = (torch.from_numpy(z) for z in (x, y, out))
+
+    def run() -> Any:
+        torch.set_float32_matmul_precision("highest" if mode == STRICT else mode)
+        torch.mm(a, b, out=c)
+        torch.set_float32_matmul_precision("highest")
+        return out
+
+    return run
+
+
+def dial(size: int, threads: int, seconds: float) -> list[dict[str, Any]]:
+    """Return a record of each mode's bare product of normal operands of this size."""
+    rng = np.random.default_rng(size)
+    wide = rng.standard_normal((2, size, size))
+    rows = np.linspace(0, size - 1, 4).astype(int)
+    calls, found = {}, {}
+    for dtype, modes in (("float32", MODES), ("float64", ("ieee",))):
+        x, y = wide.astype(dtype)
+        exact = x[rows].astype(np.longdouble) @ y.astype(np.longdouble)
+        norms = np.linalg.norm(x[rows].astype(float), axis=1)[:, None] * np.linalg.norm(
+            y.astype(float), axis=0
+        )
+        ways = [("PyTorch", STRICT), ("NumPy", STRICT), *(("numfuse", mode) for mode in modes)]
+        if dtype == "float32":
+            ways.append(("PyTorch", "medium"))
+        for way in ways:
+            call = product_of(*way, x, y)
+            off = float((np.abs(call()[rows] - exact) / norms).max())
+            if not off <= ALLOWED.get(way[1], 64) * UNIT and way[1] != "medium":
+                raise SystemExit(f"{way} is off by {off}")
+            calls[(dtype, *way)] = call
+            found[(dtype, *way)] = off
+    times = turns(calls, seconds, threads)
+    device = nf.use_backend("cpu").backend.describe()["device"]
+    device = f"{device}, {threads} thread{'s' * (threads > 1)}"
+    records: dict[str, list[dict[str, Any]]] = {}
+    for (dtype, library, mode), off in found.items():
+        spent = times[dtype, library, mode]
+        records.setdefault(dtype, []).append(
+            {
+                "device": device, "library": library, "mode": mode,
+                "dtype": dtype, "operation": "forward", "epilogue": "none", "kind": "normal",
+                "shape": (size,) * 3, "threads": threads, "error": off, "seconds": spent,
+                "tflops": 2 * size**3 / spent / 1e12, "source": "cpu_precision.py",
+            }
+        )  # fmt: skip
+    return [row for some in records.values() for row in with_shares(some)]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -177,7 +250,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096])
     parser.add_argument("--threads", type=int, nargs="*", default=[numba.get_num_threads()])
     parser.add_argument("--seconds", type=float, default=3, help="of each pass of a shape")
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--dial", type=int, default=2048, help="size of the bare products; 0: none")
+    parser.add_argument("--json", help="where to write the bare products' figures")
     chosen = parser.parse_args()
     start = time.perf_counter()
     with ProcessPoolExecutor(
@@ -189,19 +263,27 @@ def main() -> None:
     shapes = [(size,) * 3 for size in chosen.sizes]
     if 2048 in chosen.sizes:
         shapes += [(8192, 2048, 512), (16384, 512, 512)]
-    rows = []
+    rows, products = [], []
     for threads in chosen.threads:
         numba.set_num_threads(threads)
         torch.set_num_threads(threads)
-        for shape in shapes:
-            rows.append(measured(*shape, threads, chosen.seconds))
-            print(table(rows[-1:]).splitlines()[-2:], flush=True)
+        with threadpool_limits(threads, user_api="blas"):
+            if chosen.dial:
+                products += dial(chosen.dial, threads, 2 * chosen.seconds)
+            for shape in shapes:
+                rows.append(measured(*shape, threads, chosen.seconds))
+                print(table(rows[-1:]).splitlines()[-2:], flush=True)
     print(nf.use_backend("cpu").backend.describe()["device"], torch.__version__)
     print(table(rows))
     print(f"{time.perf_counter() - start:.0f} s in all")
+    for r in products:
+        print(
+            f"{r['device']}, {r['dtype']} {chosen.dial} cubed, {r['library']} {r['mode']}: "
+            f"{r['tflops']:.3f} TFLOP/s, {r['share']:.2f} of the best strict peer's, "
+            f"off by {r['error']:.2g} of the norms"
+        )
     if chosen.json:
-        with open(chosen.json, "w") as file:
-            json.dump(rows, file, indent=1)
+        write(chosen.json, "cpu", products)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import math
 from collections import defaultdict
@@ -166,7 +165,7 @@ def constants(kind: str) -> list[Constant]:
 
     tier, _, dtype = kind.rpartition(" ")
     if tier == "few rows":
-        names = "THIN_FILL", "THIN_BYTES", "FMAS", "LAUNCH_COST"
+        names = "THIN_FILL", "THIN_BYTES", "FMAS", "CORE_LAUNCH"
         return [number(tiling, name) for name in names]
     if tier == "wgmma":
         found = [cycles(i) for i in range(1, len(hopper.HOPPER_TILES))]
@@ -177,7 +176,10 @@ def constants(kind: str) -> list[Constant]:
         "float32": ("CORE_BLOCKS",), "float64": ("DOUBLE_BLOCKS", "DOUBLE_LONG"),
     }.get(dtype, ("HALF_BLOCKS", "HALF_BLOCKS_HELD"))  # fmt: skip
     found = [speed(name, i) for name in blocks for i in range(1, len(getattr(tiling, name)))]
-    found += [number(tiling, x) for x in ("BUSY_SUMS", "FILL", "LAUNCH_COST", "PLANE_COST")]
+    engine = "BUSY_SUMS", "BUSY_SUMS_POWER", "FILL", "LAUNCH_COST"
+    if tier == "cores":
+        engine = "BUSY_WARPS", "BUSY_WARPS_POWER", "CORE_FILL", "CORE_LAUNCH"
+    found += [number(tiling, name) for name in (*engine, "PLANE_COST")]
     if tier == "cores":
         found += [part(copies, "TURNED", i) for i in range(2)]
         found += [part(copies, "NARROW", i) for i in (1, 2)]
@@ -309,8 +311,9 @@ def errors(residuals: np.ndarray, regrets: Sequence[float]) -> str:
 def report(items: Sequence[Measured], steps: int, held: int) -> str:
     """Return the errors of all kinds by today's constants and by fitted ones, and these."""
     kinds: dict[str, int] = defaultdict(int)
-    for item, name in itertools.chain(*(((x, n) for n in x.seconds) for x in items)):
-        kinds[kind_of(name, item.product.x.dtype)] += 1
+    for item in items:
+        for name in item.seconds:
+            kinds[kind_of(name, item.product.x.dtype)] += 1
     lines = []
     for kind in sorted(kinds):
         if kind.startswith("mirror") or kinds[kind] < 8:

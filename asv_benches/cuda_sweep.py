@@ -3,6 +3,7 @@
     python asv_benches/cuda_sweep.py --minutes 9            draw, compile ahead, time, keep, report
     python asv_benches/cuda_sweep.py --seed 7 --minutes 9   the same cases as another run's
     python asv_benches/cuda_sweep.py --thin --eager --minutes 2.4 --into FILE     `thin_cases`
+    python asv_benches/cuda_sweep.py --again run.jsonl --under 0.9 --into FILE      what was slow
     python asv_benches/cuda_sweep.py --report               tables and picture of all kept results
     python asv_benches/cuda_sweep.py --add run.jsonl        keep another machine's results too
     python asv_benches/cuda_sweep.py --dry 40               no GPU: plans of 40 cases, tiny ones run
@@ -306,6 +307,8 @@ def run(arguments: argparse.Namespace) -> int:
     cases: Iterator[Case] = (draw(rng, memory, most) for _ in range(count))
     if arguments.thin:
         cases = thin_cases.cases()
+    if arguments.again:
+        cases = again(arguments.again, arguments.under)
     peers = not (arguments.dry or arguments.eager)
     clock: Any = HostClock()
     if device == "cuda":
@@ -346,6 +349,16 @@ def copied(clock: Any) -> float:
     return 2 * x.nbytes / float(clock.device({"copy": lambda: y.copy_(x)})["copy"])
 
 
+def again(path: str, under: float) -> Iterator[Case]:
+    """Return the cases of a file whose ratio was below this, the lowest first."""
+    found = []
+    for record in sweep_report.read([Path(path)]):
+        ratio = sweep_report.ratio(record)
+        if ratio is not None and ratio < under:
+            found.append((ratio, len(found), Case(**record["case"])))
+    return iter([case for *_, case in sorted(found)])
+
+
 def _aside() -> str:
     """Return a file for the results of a dry run, which are none to keep."""
     return os.path.join(tempfile.mkdtemp(), "dry.jsonl")
@@ -382,6 +395,8 @@ def main() -> int:
         action="store_true",
         help="a fixed list of few rows and columns",
     )
+    parser.add_argument("--again", metavar="FILE", help="the cases of a file, once more")
+    parser.add_argument("--under", type=float, default=0.95, help="of these: ratios below this")
     parser.add_argument("--cases", type=int, help="so many at the most")
     parser.add_argument("--most", type=int, help=f"the largest size, {MOST} by default")
     parser.add_argument("--memory", type=int, default=MEMORY >> 20, help="MiB of a case")

@@ -1,10 +1,11 @@
 """Precision as a dial on an NVIDIA GPU: times and errors of every mode beside cuBLAS in one run.
 
-    python asv_benches/precision.py --json precision.json       everything
+    python asv_benches/precision.py --json docs/history/precision.json      everything
     python asv_benches/precision.py --sizes 4096 --kinds normal
 
 float64: numfuse's own products, cuBLAS's (through PyTorch) and those of integers (`int8:T`), bare
-forwards and backwards (d_a and d_b). float32: IEEE and the modes that this numfuse has. Operands
+forwards and backwards (d_a and d_b). float32: IEEE and the modes that this numfuse has, beside
+cuBLAS's strict products and those of TF32 that PyTorch makes where it is allowed to. Operands
 are normal numbers; numbers over 12 decades; rows of A and columns of B over 12 decades; and columns
 of A over 12 decades with the rows of B over as many the other way, which no scale of a row knows.
 
@@ -19,8 +20,8 @@ size (but with --rule), so that the rule which is faster can be held against the
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-import json
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from cuda_gpu import Clock
+from precision_records import STRICT, with_shares, write
 
 import numfuse as nf
 
@@ -115,12 +117,17 @@ class Truth:
         return float((off / self.norms).max()), float((off / self.sizes).max())
 
 
-def contestants(kind: str, dtype: torch.dtype) -> dict[str, str]:
-    """{name: precision, "" of PyTorch}; the first is the peer."""
-    found = {"cuBLAS": "", "numfuse": "ieee"}
+def contestants(kind: str, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
+    """{name: (library, mode)}; the first is the peer."""
+    modes = ["ieee"]
     if dtype == torch.float64:
-        return found | {f"int8:{count}": f"int8:{count}" for count in KINDS[kind]}
-    return found | {name: name for name in ("bf16x6", "bf16x3", "tf32")}
+        modes += [f"int8:{count}" for count in KINDS[kind]]
+        theirs = {"cuBLAS": STRICT}
+    else:
+        modes += ["bf16x6", "bf16x3", "tf32"]
+        theirs = {"cuBLAS": STRICT, "cuBLAS TF32": "tf32"}
+    found = {name: ("PyTorch", mode) for name, mode in theirs.items()}
+    return found | {"numfuse" if m == "ieee" else m: ("numfuse", m) for m in modes}
 
 
 def measured(
@@ -137,13 +144,17 @@ def measured(
                 return (nf.matmul_bias_activation(a, b),)
             return nf.matmul_bias_activation_bwd(grad, a, b, needs=("a", "b"))[:2]
 
-    def peer() -> Any:
-        return (a @ b,) if forward else (grad @ b.t(), a.t() @ grad)
+    def peer(mode: str) -> Any:
+        torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
+        results = (a @ b,) if forward else (grad @ b.t(), a.t() @ grad)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return results
 
     calls: dict[str, Any] = {}
-    rows = []
-    for name, precision in contestants(kind, dtype).items():
-        call = peer if not precision else lambda precision=precision: ours(precision)
+    rows: list[dict[str, Any]] = []
+    for name, (library, mode) in contestants(kind, dtype).items():
+        run = ours if library == "numfuse" else peer
+        call = functools.partial(run, mode)
         try:
             for _ in range(2):
                 results = call()
@@ -158,8 +169,9 @@ def measured(
                 *(t.errors(x) for t, x in zip(exact, results, strict=True)), strict=True
             )
         )
-        tier = f"{told.tier}, {told.tiling}" if precision and told is not None else ""
-        rows.append({"name": name, "norm": norm, "sizes": sizes, "tier": tier})
+        tier = f"{told.tier}, {told.tiling}" if run is ours and told is not None else ""
+        row: dict[str, Any] = {"name": name, "library": library, "mode": mode, "tier": tier}
+        rows.append(row | {"norm": norm, "sizes": sizes, "error": norm * exact[0].unit})
         calls[name] = call
         del results
     times = clock.device(calls)
@@ -168,8 +180,9 @@ def measured(
         seconds = times[row["name"]]
         row |= {"kind": kind, "size": size, "operation": operation, "seconds": seconds}
         row |= {"dtype": str(dtype).removeprefix("torch."), "tflops": work / seconds / 1e12}
+        row |= {"device": torch.cuda.get_device_name(), "shape": (size,) * 3, "epilogue": "none"}
         row["ratio"] = times["cuBLAS"] / seconds if "cuBLAS" in times else None
-    return rows
+    return with_shares(rows)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -256,7 +269,7 @@ def main() -> None:
                         help="compile first, in N processes; 0: as it goes")  # fmt: skip
     parser.add_argument("--rule", action="store_true",
                         help="float64 where numfuse thinks that it is faster")  # fmt: skip
-    parser.add_argument("--json", help="write all figures here")
+    parser.add_argument("--json", help="write all figures here (precision_records.py)")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     if not arguments.rule:
@@ -285,8 +298,7 @@ def main() -> None:
             print(f"  no stages: {type(reason).__name__}: {reason}")
     print(f"{time.perf_counter() - start:.0f} s")
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(everything, file, indent=1)
+        write(arguments.json, "cuda", [r | {"source": "precision.py"} for r in everything])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Draw the pictures of measured figures from the tables of the pages, so that both say the same.
 
-    python docs/pictures.py            images/uses.png and images/roofline_cpu.png
+    python docs/pictures.py            all of them
+    python docs/pictures.py precision  images/precision.png
 
 images/uses.png shows the column "ratio" of the first table of docs/performance.md;
-images/roofline_cpu.png the products and gated operations of docs/performance/tables.md. A picture
+images/roofline_cpu.png the products and gated operations of docs/performance/tables.md;
+images/precision.png the products of docs/history/precision.json, which `asv_benches/precision.py`
+and `asv_benches/cpu_precision.py` write, each the part of its own kind of device. A picture
 carries a digest of the figures that it was drawn from, which tests/product/test_docs.py compares.
 """
 
@@ -11,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +24,7 @@ HERE = Path(__file__).parent
 IMAGES = HERE / "images"
 USES = HERE / "performance.md"
 TABLES = HERE / "performance" / "tables.md"
+DIAL = HERE / "history" / "precision.json"
 #: The key of the digest among a picture's own texts.
 KEY = "Figures"
 UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -166,6 +172,132 @@ def draw_uses() -> None:
     sign(path, digest(found))
 
 
+class Mode(NamedTuple):
+    """How far a product is off, and how fast it is."""
+
+    name: str
+    ours: bool
+    dtype: str
+    error: float
+    tflops: float
+
+
+#: {library, mode: its name in the picture}; numfuse's modes have their own, with the dtype.
+PEERS = {
+    ("PyTorch", "strict"): "PyTorch", ("NumPy", "strict"): "NumPy",
+    ("PyTorch", "tf32"): "PyTorch, TF32", ("PyTorch", "medium"): 'PyTorch, "medium"',
+}  # fmt: skip
+
+
+def dial(where: str) -> tuple[str, list[Mode]]:
+    """Return a kind of device's title and its modes: the largest size, by the most threads."""
+    found = [
+        r for r in json.loads(DIAL.read_text(encoding="utf-8"))
+        if (r["where"], r["operation"], r["epilogue"], r["kind"])
+        == (where, "forward", "none", "normal")
+    ]  # fmt: skip
+    largest = max((tuple(r["shape"]), r.get("threads", 0)) for r in found)
+    found = [r for r in found if (tuple(r["shape"]), r.get("threads", 0)) == largest]
+    modes = [
+        Mode(
+            PEERS.get((r["library"], r["mode"]), r["mode"]), r["library"] == "numfuse",
+            r["dtype"], r["error"], r["tflops"],
+        )
+        for r in found
+    ]  # fmt: skip
+    return f"{found[0]['device']}, {largest[0][0]} cubed", modes
+
+
+def precisions() -> list[tuple[str, list[Mode]]]:
+    """Return what images/precision.png shows, panel by panel."""
+    return [dial("cuda"), dial("cpu")]
+
+
+def label(axes: Any, modes: list[Mode], colours: dict[bool, str]) -> None:
+    """Write each mode's name beside its point, where no other point or name is."""
+    figure = axes.figure
+    figure.canvas.draw()  # settles the layout, in which names are measured
+    points = [axes.transData.transform((m.tflops, m.error)) for m in modes]
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
+    frame = axes.get_window_extent()
+    sides = {
+        (dx, dy): (("left", "right", "center")[(dx < 0) + 2 * (dx == 0)],
+                   ("bottom", "top", "center")[(dy < 0) + 2 * (dy == 0)])
+        for dx, dy in ((7, 0), (-7, 0), (0, 7), (0, -7), (6, 6), (-6, 6), (6, -6), (-6, -6),
+                       (6, 14), (-6, 14), (6, -14), (-6, -14), (6, 24), (6, -24))
+    }  # fmt: skip
+
+    def overlap(box: Any) -> float:
+        left, low, right, high = box
+        common = sum(
+            max(0.0, min(right, r) - max(left, a)) * max(0.0, min(high, h) - max(low, b))
+            for a, b, r, h in taken
+        )
+        outside = max(0, frame.x0 - left) + max(0, right - frame.x1)
+        return common + 100 * (outside + max(0, frame.y0 - low) + max(0, high - frame.y1))
+
+    for mode, point in zip(modes, points, strict=True):
+        tries = []
+        for shift, (ha, va) in sides.items():
+            text = axes.annotate(
+                mode.name, (mode.tflops, mode.error), xytext=shift, textcoords="offset points",
+                ha=ha, va=va, fontsize=7.5, color=colours[mode.ours], in_layout=False,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            own = (point[0] - 5, point[1] - 5, point[0] + 5, point[1] + 5)
+            taken.remove(own)
+            tries.append((overlap(box.extents), len(tries), text, box.extents))
+            taken.append(own)
+        best = min(tries, key=lambda tried: tried[:2])
+        taken.append(tuple(best[3]))
+        for tried in tries:
+            if tried is not best:
+                tried[2].remove()
+
+
+def draw_precisions() -> None:
+    """Draw the error of each mode's product over its speed, a panel for each kind of device."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    from numfuse.cli.picture import BLUE, GREY, ORANGE
+
+    panels, colours = precisions(), {True: BLUE, False: ORANGE}
+    figure = Figure(figsize=(4.9, 6.6), dpi=150, layout="constrained")
+    for axes, (title, modes) in zip(figure.subplots(len(panels), 1), panels, strict=True):
+        axes.set(xscale="log", yscale="log")
+        for mode in modes:
+            marker = "s" if mode.dtype == "float64" else "o"
+            inside = colours[True] if mode.ours else "none"
+            axes.plot(mode.tflops, mode.error, marker, color=colours[mode.ours], mfc=inside, ms=6)
+        speeds, errors = ([m[i] for m in modes] for i in (4, 3))
+        axes.set_xlim(min(speeds) / 1.6, max(speeds) * 1.6)
+        axes.set_ylim(min(errors) / 12, max(errors) * 12)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+        axes.set_title(title, fontsize=8.5)
+        axes.set_ylabel("error / (norm of row x norm of column)", fontsize=8)
+        for side in ("right", "top"):
+            axes.spines[side].set_visible(False)
+    axes.set_xlabel("TFLOP/s  (better: to the right, and below)", fontsize=8)
+    for name, marker, colour, inside in (
+        ("numfuse", "o", BLUE, BLUE),
+        ("others", "o", ORANGE, "none"),
+        ("float32", "o", GREY, GREY),
+        ("float64", "s", GREY, GREY),
+    ):
+        axes.plot([], [], marker, color=colour, mfc=inside, label=name)  # fmt: skip
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False, handletextpad=0.1)
+    for axes, (_, modes) in zip(figure.axes, panels, strict=True):
+        label(axes, modes, colours)
+    path = IMAGES / "precision.png"
+    figure.savefig(path, format="png")
+    sign(path, digest(panels))
+
+
 def sign(path: Path, value: str) -> None:
     """Write the digest of its figures into a picture."""
     from PIL import Image
@@ -179,5 +311,6 @@ def sign(path: Path, value: str) -> None:
 
 
 if __name__ == "__main__":
-    draw_uses()
-    draw_roofline()
+    DRAWN = {"uses": draw_uses, "roofline_cpu": draw_roofline, "precision": draw_precisions}
+    for name in sys.argv[1:] or DRAWN:
+        DRAWN[name]()

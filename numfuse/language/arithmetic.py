@@ -225,7 +225,7 @@ def tanh(x):
 
 def log_of(f, k, correction):
     """k ln2 + log(1 + f) + correction."""
-    s = f / (two + f)
+    s = ratio(f, two + f)
     z = s * s
     square = half * f * f
     inner = fused(s, fused(z, log_polynomial(z), square), fused(k, ln2_tail, correction))
@@ -252,7 +252,7 @@ def log1p(x):
 
 def mills(y):
     """Phi(-y) / e^(-y^2/2) for y >= 0."""
-    return mills_polynomial((y - five) / (y + five)) / (one + y)
+    return ratio(mills_polynomial(ratio(y - five, y + five)), one + y)
 
 
 def normal_tail(factor, y):

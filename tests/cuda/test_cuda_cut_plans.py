@@ -122,7 +122,7 @@ def test_what_memory_limits_is_not_cut():
     for m in (1, 8, 16, 64):
         assert plan(product(m, 4096, 4096, "bfloat16"), HOPPER)[1].parts == 1
         assert plan(product(m, 4096, 4096, "float32"), HOPPER)[1].parts == 1
-    assert tiling.thin_parts(128, 1, 65536, 4, 132) == 1 == tiling.thin_parts(66, 1, 65536, 4, 132)
+    assert tiling.thin_parts(128, 1, 65536, 4, 132) == 1 == tiling.thin_parts(96, 1, 65536, 4, 132)
     assert tiling.thin_parts(16, 64, 7000, 4, 132) > 2
     nbytes = 2 * (16 * 4096 + 4096 * 4096 + 16 * 4096)
     assert hopper.hopper_cut(16, 4096, 64, 1, 132, False, nbytes) is None

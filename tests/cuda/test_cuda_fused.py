@@ -398,3 +398,35 @@ def test_what_cannot_be_run_is_refused():
         nf.matmul_epilogue(*on_device, scaled, there(bias.astype(np.float32)), 1.0)
     with pytest.raises(ValueError, match="bias must broadcast"):
         nf.matmul_epilogue(*on_device, scaled, there(bias[:3]), 1.0)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="device functions are Python's in the simulator alone")
+@pytest.mark.parametrize("slope", [False, True])
+def test_the_short_form_is_far_below_the_rounding_of_16_bits(slope):
+    """Guards: the bound of `elementwise`, relative to results of any size.
+
+    What an exponential makes small has an argument of the logarithm of this.
+    """
+    from numfuse import epilogues
+    from numfuse.backends.cuda.kernels.elementwise import formula
+
+    def check(name, short, exact, given, depth):
+        with np.errstate(over="ignore", under="ignore"):
+            found = float(np.ravel(short(*given))[0])
+        wanted = float(np.ravel(exact(*map(np.float64, given)))[0])
+        depth += abs(np.log(abs(wanted))) if wanted else 0
+        bound = (2.0**-18 + depth * 2.0**-21) * abs(wanted) + 2.0**-120
+        assert abs(found - wanted) <= bound, (name, given, found, wanted)
+
+    for name, act in nf.activations().items():
+        made = epilogues.layer(act.curve).select("out")
+        made = made.backward().select("d_z") if slope else made
+        inputs = tuple(made.inputs)
+        short, exact = (
+            formula(made, inputs, dtype, short=dtype == "float32").build()
+            for dtype in ("float32", "float64")
+        )
+        for x in np.linspace(-13, 13, 261, dtype=np.float32):
+            values = {"z": x, "grad_out": np.float32(1)}
+            given = [values.get(key, np.float32(0)) for key in inputs]
+            check(name, short, exact, given, 4)

@@ -136,7 +136,7 @@ def test_k_is_cut_where_lines_are_few():
     assert parts(200, 1 << 26, 16, 100, 132) == 1
     assert parts(1, 1 << 26, 16, 100, 132) == 100 and parts(4, 1 << 28, 16, 1000, 132) == 66
     # not for what takes less than a launch, which is more by accesses of two bytes
-    assert parts(20, 1 << 20, 16, 100, 132) == 1 and parts(3, 1 << 19, 2, 100, 132) == 88
+    assert parts(20, 1 << 20, 16, 100, 132) == 1 and parts(3, 1 << 19, 2, 100, 132) == 100
     whole = products("float32", 1670, 1 << 20, 1, whole=True)
     assert tiers.choose(whole, HOPPER)[1].parts == 1
 

@@ -198,7 +198,11 @@ def test_the_extra_of_the_pages_has_what_the_examples_import():
 def test_a_picture_shows_the_figures_of_its_table(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     pictures = importlib.import_module("pictures")
-    for name, figures in (("uses", pictures.uses()), ("roofline_cpu", pictures.cases())):
+    drawn = {
+        "uses": pictures.uses(), "roofline_cpu": pictures.cases(),
+        "precision": pictures.precisions(),
+    }  # fmt: skip
+    for name, figures in drawn.items():
         found = re.search(
             rb"tEXtFigures\0([0-9a-f]{16})", (DOCS / "images" / f"{name}.png").read_bytes()
         )

@@ -164,10 +164,10 @@ class CudaBlock:
 #: registers, with two blocks on a multiprocessor, 2896).
 CORE_BLOCKS = (
     CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
-    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.95),
-    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.8),
-    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.85),
-    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.9),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.7),
+    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.54),
+    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.47),
     CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=0.965, kept="shared"),
 )
 #: Shared memory of a multiprocessor that holds two blocks of the last of them, sums included.
@@ -206,19 +206,23 @@ HALF_BLOCKS_HELD = (
     CudaBlock(128, 128, 32, 64, 32, 3, 1, 16, kept=""),
     CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8, kept=""),
 )
-#: Sums that keep a multiprocessor busy. Fewer do less: their share of them to the power of 0.6
-#: (measured for float32: 2048 a third, 8192 four fifths of the speed).
-BUSY_SUMS = 12288
-#: Values of K in the time of which a block begins and ends.
-FILL = 64
+#: Sums that keep a multiprocessor's tensor cores busy. Fewer do less: their share of them to the
+#: power of 0.6. On CUDA cores it is warps that count, as none has the next slice ready while it
+#: multiplies this one: of 64 x 128 one block alone, 4 warps, does two fifths of the speed of three.
+#: Numbers and powers are fitted to a sweep of an H200, as the speeds of `CORE_BLOCKS` are.
+BUSY_SUMS, BUSY_SUMS_POWER = 12288, 0.6
+BUSY_WARPS, BUSY_WARPS_POWER = 6.25, 0.75
+#: Values of K in the time of which a block begins and ends, on tensor cores and on CUDA cores.
+FILL, CORE_FILL = 64, 105
 #: Rounds of blocks that the parts of a sum may fill, beyond two, and from which K on: 72 blocks
 #: fill half of 132 multiprocessors, 3 parts of each 1.6 rounds, 11 six. (A float64 d_b of 768 x 768
 #: over 106,496 rows was at 34 TFLOP/s in one part, where d_a was at 53.)
 MORE_ROUNDS = 3, 4, 6
 DEEP = 1 << 14
-#: What a join takes to begin and end, in multiply-adds of one multiprocessor (7 us), and what a
-#: value of a plane takes on its way through memory, in those of all.
-LAUNCH_COST = 1_400_000
+#: What a join takes to begin and end, in multiply-adds of one multiprocessor, by tensor cores and
+#: by CUDA cores (3 us), and what a value of a plane takes on its way through memory, in those of
+#: all.
+LAUNCH_COST, CORE_LAUNCH = 1_400_000, 700_000
 PLANE_COST = 50
 #: And a launch that runs beside the one before it: what its blocks wait for at their end. (A guess
 #: that no GPU has timed.)
@@ -239,11 +243,11 @@ THIN_STAGES = 8
 
 #: Where blocks are fewer than multiprocessors K is cut into parts of at least so many values, as
 #: many as are on their way at once; a part begins in the time of so many. The bytes that a
-#: multiprocessor takes in a cycle, and all of them from memory (an H200's 4 TB/s at 1.75 GHz);
-#: fused multiply-adds of float32 of one in a cycle, of float64 half as many. (Formulas of a
-#: machine: no GPU has timed this yet.)
+#: multiprocessor takes in a cycle (an H200 took 69 us for 2 x 11008 x 768 in float64, by 24
+#: blocks), and all of them from memory (an H200's 4 TB/s at 1.75 GHz); fused multiply-adds of
+#: float32 of one in a cycle, of float64 half as many.
 THIN_PART, THIN_FILL = 1024, 512
-THIN_BYTES, MEMORY_BYTES = 64, 2300
+THIN_BYTES, MEMORY_BYTES = 24, 2300
 FMAS = 128
 
 
@@ -256,7 +260,7 @@ def thin_cost(blocks: int, rows: int, k: int, itemsize: int, parts: int) -> floa
     line = 32 * itemsize
     cycles = max(line / THIN_BYTES, 32 * rows * itemsize / 4 / FMAS)
     found = k * max(cycles / parts, blocks * line / MEMORY_BYTES)
-    return found + (THIN_FILL * cycles + LAUNCH_COST / FMAS if parts > 1 else 0)
+    return found + (THIN_FILL * cycles + CORE_LAUNCH / FMAS if parts > 1 else 0)
 
 
 def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:
@@ -269,9 +273,8 @@ def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: i
 
 
 #: Bytes of the long factor of few vectors (`vectors`) that a block takes in a cycle, by bytes of an
-#: access: four of each of 256 threads, in the 800 cycles that memory takes. (A formula of a
-#: machine: no GPU has timed this yet.)
-VECTOR_RATE = 4 * 256 / 800
+#: access: four of each of 256 threads, in the 800 cycles that memory takes; and a multiprocessor.
+VECTOR_RATE, VECTOR_BYTES = 4 * 256 / 800, 64
 
 
 def vector_cost(blocks: int, nbytes: int, access: int, parts: int, multiprocessors: int) -> float:
@@ -281,16 +284,17 @@ def vector_cost(blocks: int, nbytes: int, access: int, parts: int, multiprocesso
     slowest. Parts have a join behind them.
     """
     busy = min(blocks * parts, multiprocessors)
-    rate = min(VECTOR_RATE * access * blocks * parts, THIN_BYTES * busy, MEMORY_BYTES)
-    return nbytes / max(1, rate) + (LAUNCH_COST / FMAS if parts > 1 else 0)
+    rate = min(VECTOR_RATE * access * blocks * parts, VECTOR_BYTES * busy, MEMORY_BYTES)
+    return nbytes / max(1, rate) + (CORE_LAUNCH / FMAS if parts > 1 else 0)
 
 
 def vector_parts(blocks: int, nbytes: int, access: int, most: int, multiprocessors: int) -> int:
-    """Return the parts of K, `most` at the most: two blocks a multiprocessor.
+    """Return the parts of K, `most` at the most.
 
+    There are two blocks a multiprocessor, by accesses of 4 bytes and less four.
     They must save more than the launch that adds them up takes.
     """
-    parts = min(2 * multiprocessors // max(1, blocks), most)
+    parts = min((2 if access > 4 else 4) * multiprocessors // max(1, blocks), most)
     if parts < 2:
         return 1
     one, cut = (vector_cost(blocks, nbytes, access, x, multiprocessors) for x in (1, parts))
@@ -351,9 +355,13 @@ def _work(tile: CudaBlock, blocks: int, part: int, multiprocessors: int) -> floa
         left = blocks / multiprocessors - rounds * tile.resident
         last = min(tile.resident, left * (1 + rounds**-2))
         most = max(most, rounds * tile.resident + last)
-    area = tile.block_m * tile.block_n
-    busy = min(1.0, min(most, tile.resident) * area / BUSY_SUMS) ** 0.6
-    return most * area * (part + FILL) / (tile.speed * busy)
+    area, together = tile.block_m * tile.block_n, min(most, tile.resident)
+    if tile.chunk:
+        busy, fill = min(1.0, together * area / BUSY_SUMS) ** BUSY_SUMS_POWER, FILL
+    else:
+        warps = together * tile.threads / 32
+        busy, fill = min(1.0, warps / BUSY_WARPS) ** BUSY_WARPS_POWER, CORE_FILL
+    return most * area * (part + fill) / (tile.speed * busy)
 
 
 def _counts(
@@ -378,7 +386,8 @@ def cost(
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
     found = _work(tile, blocks * number, length, multiprocessors)
     if number > 1:
-        found += LAUNCH_COST + places * m * n * number * PLANE_COST / multiprocessors
+        found += LAUNCH_COST if tile.chunk else CORE_LAUNCH
+        found += places * m * n * number * PLANE_COST / multiprocessors
     return found
 
 

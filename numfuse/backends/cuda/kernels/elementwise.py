@@ -4,9 +4,10 @@ The arithmetic is that of `numfuse.language.scalar`, the same as on the CPU (err
 in the last place for the table's activations, docs/numerics.md). For 16-bit results in float32, and
 for float32 products of tensor cores, there is a short form: exponential and reciprocal by the
 special function unit (ex2.approx and rcp.approx, PTX ISA 9.7.3, relative errors of 2^-22 and
-2^-23), without low words, and for gelu and silu in fewer operations
-(`numfuse.activations.short_form`). Its relative error, below 2^-18 + |x| 2^-22 for an argument x of
-the exponential, is far below the half unit (2^-9, 2^-12) that the store of 16 bits rounds away.
+2^-23), without low words, the normal distribution made of these, and gelu and silu in fewer
+operations (`numfuse.activations.short_form`). Its relative error, below 2^-18 + |x| 2^-22 for an
+argument x of the exponential, is far below the half unit (2^-9, 2^-12) that the store of 16 bits
+rounds away.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ def _short_primitives() -> SimpleNamespace:
     full = scalars.primitives("float32")
     log2e, one, two, zero = (np.float32(v) for v in (math.log2(math.e), 1, 2, 0))
     third, fifth = np.float32(-1 / 3), np.float32(2 / 15)
-    near_zero = np.float32(0.0625)
+    near_zero, five, root_two = (np.float32(v) for v in (0.0625, 5, math.sqrt(2)))
+    half_log2e = np.float32(-0.5 * math.log2(math.e))
     jit, absolute, copy_sign = TARGET.jit, TARGET.absolute, TARGET.copy_sign
 
     @jit
@@ -199,6 +201,28 @@ def _short_primitives() -> SimpleNamespace:
         far = fused(-two * e, reciprocal(one + e), one)
         return copy_sign(select(absolute(x) < near_zero, near, far), x)  # of -0 too
 
+    mills_end, mills_polynomial, erf_polynomial = (
+        getattr(full, name) for name in ("mills_end", "mills_polynomial", "erf_polynomial")
+    )
+
+    @jit
+    def normal_tail(factor, y):  # type: ignore[no-untyped-def]
+        y = select(y > mills_end, mills_end, y)
+        mills = mills_polynomial((y - five) * reciprocal(y + five)) * reciprocal(one + y)
+        return factor * (mills * power(y * y * half_log2e))
+
+    @jit
+    def scaled_normal_cdf(factor, x):  # type: ignore[no-untyped-def]
+        positive, tail = x > zero, normal_tail(one, absolute(x))
+        return factor * select(positive, one - tail, tail)
+
+    @jit
+    def erf(x):  # type: ignore[no-untyped-def]
+        y = absolute(x)
+        near = fused(x, erf_polynomial(x * x), x)
+        far = copy_sign(fused(-two, normal_tail(one, y * root_two), one), x)
+        return select(y < one, near, far)
+
     @jit
     def product_low(a, b):  # type: ignore[no-untyped-def]
         return zero
@@ -218,5 +242,6 @@ def _short_primitives() -> SimpleNamespace:
     }
     short = {f"plain_{name}": function for name, function in plain.items()}
     short |= {f"scaled_{name}": scaled(function) for name, function in plain.items()}
-    short |= {"exp": exp, "tanh": tanh, "product_low": product_low}
+    short |= {"exp": exp, "tanh": tanh, "product_low": product_low, "erf": erf}
+    short |= {"normal_tail": normal_tail, "scaled_normal_cdf": scaled_normal_cdf}
     return SimpleNamespace(**{**vars(full), **short})

@@ -12,18 +12,20 @@ from __future__ import annotations
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
 from numfuse.backends.cuda.plan.product import Product
 
-#: Shares of a product's time that X and Y take when they are turned in registers: at 4096 cubed on
-#: an H200 it takes 1.05 times as long with X, 1.15 times with both.
-TURNED = (0.05, 0.10)
+#: Shares of a product's time that X and Y take when they are turned in registers, as a sweep of an
+#: H200 has them, whose products are smaller: at 4096 cubed it takes 1.05 times as long with X, 1.15
+#: times with both.
+TURNED = (0.05, 0.45)
 #: And a factor that comes by so many values at a time: one by one a product takes 1.2 to 1.4 times
 #: as long with both; two at a time is a guess between that and nothing.
 NARROW = {1: 0.15, 2: 0.05}
 #: The share of the fused multiply-adds of CUDA cores that a product reaches: 51.4 of 59 TFLOP/s.
 REACHED = 0.87
 #: An element's way through memory in a copy, in multiply-adds of all multiprocessors: 8 bytes at
-#: 3.7 TB/s, measured for 64 MiB. And what a copy takes to begin and end (2 us): the launch behind
-#: it is ready by then, as all of these overlap.
-COPY_COST = 64
+#: 3.7 TB/s are 64, measured for 64 MiB; smaller ones take longer, by the same sweep. And what a
+#: copy takes to begin and end (2 us): the launch behind it is ready by then, as all of these
+#: overlap.
+COPY_COST = 100
 COPY_START = 450_000
 
 

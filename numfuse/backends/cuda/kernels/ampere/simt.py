@@ -327,7 +327,7 @@ def _in_two(
     p, beyond = product, product.n % tiles[0].block_n
     where = p.k, p.places, False, device.multiprocessors, True
     beside = runs_beside(device, copied(p, device))
-    launch = tiling.BESIDE_COST if beside else tiling.LAUNCH_COST
+    launch = tiling.BESIDE_COST if beside else tiling.CORE_LAUNCH
     best = None
     for height in {tile.block_m for tile in tiles} if p.sums else {0}:
         fitting = tuple(tile for tile in tiles if height in (0, tile.block_m))

@@ -14,6 +14,7 @@ epilogue: a unit that is read in pieces is added up as one that is read at once.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +57,8 @@ JOINED = 16
 #: Loads of a thread on their way; with 1024 threads on a multiprocessor these are 64 KiB, three
 #: times what memory's latency asks for.
 AHEAD = 4
+#: Values of the few vectors that a thread loads together.
+BROUGHT = 8
 #: Bytes of a slice of the few vectors, and values of K.
 SLICE_BYTES, SLICE = 32 << 10, 4096
 #: Lines from which on neighbouring threads may have neighbouring lines.
@@ -235,8 +238,10 @@ def _kernel(
     bindings = bound(b, "along side sharers own depth unit width size groups lines spots pieces")
     bindings |= bound(b, "ahead total pitch chains") | {
         "THREADS": THREADS,
+        "BROUGHT": max(1, min(BROUGHT, b.side * b.depth // THREADS)),
         "LOADS": loads,
-        # from a value of K to the next in shared memory
+        # values of K of an access, and the bytes from one to the next in shared memory
+        "REACH": b.width if b.along else 1,
         "FACTOR_BYTES": b.size if b.along else b.side * b.size,
         "HELD": held,
         "SIDE_BITS": _bits(b.side),
@@ -285,26 +290,29 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
     side = 1 << (long.few - 1).bit_length()
     unit = 16 // intrinsics.itemsize(dtype)
 
-    # Each block reads the vectors: of many of them, few lines cost as much again, and K is cut
-    # instead where blocks are few.
-    cuts = max(1, p.k // least_part(p)) if side == SIDE else 1
+    # Each block reads the vectors: of many of them, or of long ones, few lines cost as much again,
+    # and K is cut instead where blocks are few.
+    cuts = max(1, p.k // least_part(p) // (1 if side == SIDE else 4))
 
     def blocks(lines: int) -> int:
         return -(-long.lines // lines) * places * cuts
+
+    def is_too_large(lines: int, wanted: int) -> bool:
+        return lines >= 2 * long.lines or blocks(lines) < wanted
 
     if long.along:
         units = -(-p.k // unit)
         # (the sums of several vectors leave few registers for others)
         own = 2 if side == 4 and unit == 8 else 4
-        if side == SIDE and (unit == 2 or (unit == 8 and p.k > tiling.CHAIN * 32)):
-            own = 2
+        if side == SIDE and unit != 4:
+            own = (2 if unit == 2 else 4) // (1 + (p.k > tiling.CHAIN * 32))
         sharers = min(32, 1 << _bits(units))
-        while own > 1 and blocks(THREADS // sharers * own) < 4 * multiprocessors:
+        while own > 1 and is_too_large(THREADS // sharers * own, 4 * multiprocessors):
             own //= 2
         while (
             sharers < THREADS
             and units >= 4 * sharers
-            and blocks(THREADS // sharers * own) < 2 * multiprocessors
+            and is_too_large(THREADS // sharers * own, 2 * multiprocessors)
         ):
             sharers *= 2
     else:
@@ -374,13 +382,14 @@ def _takes(product: Product, device: DeviceInfo, along: bool) -> bool:
 def _cost_of(product: Product, multiprocessors: int) -> tuple[int, int, int]:
     """Return what a model of times asks for: blocks, bytes and those of an access.
 
-    Where lines are few they are taken for columns of rows, whatever they are: the order of a sum
-    does not depend on that.
+    Where lines are few they are taken for columns of rows, whatever they are, and lines along K for
+    rows one behind the other: the order of a sum does not depend on strides and alignment.
     """
     p, long = product, Long.of(product)
     places, size = 1 if p.free else p.places, intrinsics.itemsize(p.y.dtype)
     blocks = -(-long.lines // block_of(p, long, multiprocessors).lines) * places
-    access = size if long.lines < ACROSS_LEAST else 16
+    access = size * math.gcd(p.k, 16 // size) if long.along else 16
+    access = size if long.lines < ACROSS_LEAST else access
     return blocks, long.lines * p.k * places * size, access
 
 

@@ -40,29 +40,35 @@ class Vectors:
     depth: Any
 
 
+def of_slice(number):
+    """Return the vector and the value of K of an element of a slice: neighbours are in memory."""
+    if SIDE_ALONG:
+        return i32(number >> DEPTH_BITS), i32(number & (DEPTH - 1))
+    return i32(number & (SIDE - 1)), i32(number >> SIDE_BITS)
+
+
 def bring(memory, side: Vectors, t, place, begin, left, few):
-    """A slice of the few vectors to shared memory; zeros for what is not there."""
-    values = cuda.local.array(4, dtype=ACCUMULATOR)
-    at = side.address + place * side.place
+    """A slice of the few vectors to shared memory; zeros for what is not there.
+
+    What is loaded in its place is the last that is there: a branch at each load would wait for the
+    one before.
+    """
+    values = cuda.local.array(BROUGHT, dtype=ACCUMULATOR)
+    at = side.address + place * side.place + i64(begin) * side.depth
     i = i32(t)
     while i < SIDE * DEPTH:
-        for u in unrolled(4):
+        for u in unrolled(BROUGHT):
+            s, kk = of_slice(i32(i + u * THREADS))
+            s, kk = i32(least(s, i32(few - 1))), i32(least(kk, i32(left - 1)))
+            values[u] = LOAD_SIDE(at + i64(s) * side.line + i64(kk) * side.depth)
+        for u in unrolled(BROUGHT):
             number = i32(i + u * THREADS)
-            s, kk = i32(number & (SIDE - 1)), i32(number >> SIDE_BITS)
-            if SIDE_ALONG:
-                s, kk = i32(number >> DEPTH_BITS), i32(number & (DEPTH - 1))
-            values[u] = ACCUMULATOR(0)
-            if s < few and kk < left:
-                values[u] = LOAD_SIDE(at + i64(s) * side.line + i64(begin + kk) * side.depth)
-        for u in unrolled(4):
-            number = i32(i + u * THREADS)
-            s, kk = i32(number & (SIDE - 1)), i32(number >> SIDE_BITS)
-            if SIDE_ALONG:
-                s, kk = i32(number >> DEPTH_BITS), i32(number & (DEPTH - 1))
+            s, kk = of_slice(number)
+            value = values[u] if s < few and kk < left else ACCUMULATOR(0)
             if number < SIDE * DEPTH:
                 to = i32(s * DEPTH + kk) if ALONG else i32(kk * SIDE + s)
-                PUT_ONE(i32(memory + to * SIZE), values[u])
-        i = i32(i + 4 * THREADS)
+                PUT_ONE(i32(memory + to * SIZE), value)
+        i = i32(i + BROUGHT * THREADS)
 
 
 def take_line(memory, line, s, share):
@@ -132,7 +138,7 @@ def vector_product(
         kk = i32(share * UNIT)
         while kk < left:
             away = i64(begin + kk) * long.depth
-            # (without masks first: a branch at each load would wait for the one before)
+            # (without masks where all are there; else the last that is there in place of others)
             if i32(kk + (AHEAD - 1) * (SHARERS * UNIT) + UNIT) <= left:
                 for a in unrolled(AHEAD):
                     for u in unrolled(LOADS):
@@ -144,14 +150,13 @@ def vector_product(
                     MULTIPLY(total, values, a, i32(memory + here * FACTOR_BYTES))
             else:
                 for a in unrolled(AHEAD):
-                    here = i32(kk + a * (SHARERS * UNIT))
                     for u in unrolled(LOADS):
+                        own = i32(kk + a * (SHARERS * UNIT) + u % PIECES * WIDTH)
+                        far = i64(begin + least(own, i32(left - REACH))) * long.depth
+                        loaded = LOAD_LONG(at[u // PIECES] + far)
                         for v in unrolled(WIDTH):
-                            values[(a * LOADS + u) * WIDTH + v] = ACCUMULATOR(0)
-                        if here + u % PIECES * WIDTH < left:
-                            loaded = LOAD_LONG(at[u // PIECES] + away + beyond(a, u, long.depth))
-                            for v in unrolled(WIDTH):
-                                values[(a * LOADS + u) * WIDTH + v] = loaded[v]
+                            value = loaded[v] if own < left else ACCUMULATOR(0)
+                            values[(a * LOADS + u) * WIDTH + v] = value
                 for a in unrolled(AHEAD):
                     here = i32(kk + a * (SHARERS * UNIT))
                     if here < left:
