@@ -1,9 +1,8 @@
 """Hop 1 of the gated layer: two products of one left factor, their gate, and all derivatives.
 
 The conventions are those of :mod:`numfuse.functional` and :mod:`numfuse.differentials`. The two
-weights may be views of one array (halves, or every other column). No copy of them is made, with two
-exceptions on CUDA (docs/cuda.md): alternate columns for Hopper's copy engine, and float32 where a
-copy is faster.
+weights may be views of one array (halves, or every other column), which are not copied for that
+(docs/cuda.md tells of second derivatives).
 """
 
 from __future__ import annotations

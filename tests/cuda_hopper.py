@@ -1,6 +1,6 @@
-"""Hopper's kernels with their arithmetic, run by `cuda_machine`: mbarriers, TMA and wgmma of s8.
+"""Hopper's kernels with their arithmetic, run by `cuda_machine`: mbarriers, TMA and wgmma.
 
-Boxes arrive at once, as the copy engine's 128-byte swizzle has them; wgmma reads them back by its
+Boxes arrive and leave at once, as the copy engine's swizzle has them; wgmma reads them back by its
 descriptors (PTX ISA 9.7.15.5.1), and a group's sums are distributed as 9.7.15.5.1.1.2 says.
 """
 
@@ -10,6 +10,7 @@ import ctypes
 import re
 from typing import Any
 
+import cuda_wgmma
 import numpy as np
 from cuda_machine import Int32, Machine, Thread
 from cuda_ptx import signed
@@ -17,9 +18,13 @@ from cuda_ptx import signed
 from numfuse.backends.cuda.plan.product import Derived, Launch
 
 
-def swizzled(address: Any) -> Any:
-    """Where the engine puts a byte of rows of 128: 16-byte pieces exchanged by the row's number."""
-    return address ^ (address >> 3 & 0x70)
+def swizzled(address: Any, row: int = 128) -> Any:
+    """Where the engine puts a byte of rows of 128 or 64: 16-byte pieces exchanged by the row."""
+    return address ^ (address >> 3 & row - 16)
+
+
+#: Bytes of an element.
+SIZES = {"int8": 1, "float16": 2, "bfloat16": 2}
 
 
 class Barrier:
@@ -48,7 +53,10 @@ class Hopper(Machine):
         def index(axis: int) -> Any:
             return lambda: Int32(self.current.block.index[axis])
 
-        silent = "barrier_fence map_prefetch registers_few registers_many grid_wait grid_release"
+        silent = (
+            "barrier_fence map_prefetch registers_few registers_many grid_wait grid_release"
+            " copy_fence store_commit store_wait_read0 store_wait_read1 tensor_prefetch"
+        )
         super().__init__(
             arrays,
             **dict.fromkeys(silent.split(), nothing),
@@ -69,12 +77,19 @@ class Hopper(Machine):
             barrier_arrive=lambda at, here: here and self.barriers[at].turn(1, 0),
             barrier_wait=lambda at, parity: self.wait(("mbarrier", at, parity)),
             tensor_load=self.tensor_load,
+            tensor_store=self.tensor_store,
             multiply_wait1=lambda: None,
             MULTIPLY_WAIT=nothing,
             global_store4_b32=self.store_words,
+            shared_load16=lambda at: self.halfword("shared", at),
+            shared_store16=lambda at, word: self.put("shared", at, word),
+            shared_store32=lambda at, word: self.put("shared", at, word, 4),
+            global_load16=lambda at, inside: self.halfword("global", at) if inside else 0,
+            global_store16=lambda at, word, inside: inside and self.put("global", at, word),
         )
         self.barriers: dict[int, Barrier] = {}
         self.maps: dict[int, Any] = {}
+        self.stored: set[int] = set()
 
     def run(self, launch: Launch, **addresses: int) -> None:
         """Run a launch; a tensor map is a number that stands for it."""
@@ -133,25 +148,52 @@ class Hopper(Machine):
         self, to: int, number: int, inner: int, outer: int, place: int, at: int
     ) -> None:
         """Bring a box to shared memory; what is outside of the array is zero."""
-        made, address = self.maps[number]
-        columns, rows, places = made.sizes
-        size = {"int8": 1}[made.dtype]
-        width, height = made.box
-        box = np.zeros((height, width * size), np.uint8)
-        assert width * size == 128 and to % 1024 == 0 and 0 <= place < places
-        for row in range(max(0, min(height, rows - outer))):
-            count = max(0, min(width, columns - inner)) * size
-            index = place * made.strides[1] + (outer + row) * made.strides[0] + inner
-            start = address + index * size
-            assert not count or self._inside(start, count), "a box outside of its array"
+        box, where = self._box(number, to)
+        for row, start, count in self._rows(number, inner, outer, place):
             box[row, :count] = np.frombuffer(ctypes.string_at(start, count), np.uint8)
-        where = swizzled(to + np.arange(box.size))
         np.frombuffer(self.shared, np.uint8)[where] = box.ravel()
         self.barriers[at].turn(0, -box.size)
+
+    def tensor_store(self, number: int, inner: int, outer: int, place: int, at: int) -> None:
+        """Write what is inside of the array of a box in shared memory."""
+        box, where = self._box(number, at)
+        box[:] = np.frombuffer(self.shared, np.uint8)[where].reshape(box.shape)
+        for row, start, count in self._rows(number, inner, outer, place):
+            own = set(range(start, start + count))
+            assert not self.stored & own, "two boxes store one element"
+            self.stored |= own
+            ctypes.memmove(start, box[row, :count].tobytes(), count)
+
+    def _box(self, number: int, at: int) -> tuple[Any, Any]:
+        """Return rows of a map's box, and where their bytes are in shared memory."""
+        made, _ = self.maps[number]
+        width, height = made.box
+        row = width * SIZES[made.dtype]
+        assert row in (64, 128) and at % (8 * row) == 0
+        return np.zeros((height, row), np.uint8), swizzled(at + np.arange(height * row), row)
+
+    def _rows(self, number: int, inner: int, outer: int, place: int) -> Any:
+        """Return of each row of a box that is inside: its number, its address and its bytes."""
+        made, address = self.maps[number]
+        (columns, rows, places), (width, height), size = made.sizes, made.box, SIZES[made.dtype]
+        assert 0 <= place < places and inner >= 0 and outer >= 0
+        count = max(0, min(width, columns - inner)) * size
+        for row in range(max(0, min(height, rows - outer)) if count else 0):
+            index = place * made.strides[1] + (outer + row) * made.strides[0] + inner
+            start = address + index * size
+            assert self._inside(start, count), "a box outside of its array"
+            yield row, start, count
 
     def store_words(self, at: int, a: int, b: int, c: int, d: int, inside: bool) -> None:
         if inside:
             self.write("global", at, np.array([a, b, c, d], np.int64).astype(np.uint32).tobytes())
+
+    def halfword(self, space: str, at: int) -> Any:
+        return Int32(int.from_bytes(self.read(space, at, 2), "little"))
+
+    def put(self, space: str, at: int, word: int, size: int = 2) -> None:
+        """Write the low bytes of a word."""
+        self.write(space, at, (int(word) & (1 << 8 * size) - 1).to_bytes(size, "little"))
 
     # --- wgmma --------------------------------------------------------------------------------
     def _matrix(self, descriptor: int, rows: int) -> Any:
@@ -166,6 +208,14 @@ class Hopper(Machine):
         """Run the text of a group: registers of 128 threads, the words of both descriptors."""
         _, x, y, add = given[0]
         assert all(g[1:] == (x, y, add) for g in given)
+        if not any(".s8" in line for line in lines):
+            for warp in range(4):
+                own = given[32 * warp : 32 * warp + 32]
+                values = [[*(0 if v is None else v for v in g[0]), *g[1:]] for g in own]
+                made = cuda_wgmma.together("\n".join(lines), self.shared, warp, values)
+                for (acc, *_), sums in zip(own, made, strict=True):
+                    acc[: len(sums)] = sums
+            return
         known = {"p": bool(add)}
         count = len(given[0][0])
         operands = {2 * count: int(x), 2 * count + 1: int(y)}

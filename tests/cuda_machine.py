@@ -713,6 +713,9 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     if "@p st.global" in text:
         one = encoder(ir.FloatType() if ".f32" in text else I32 if ".b32 [" in text else _I16)
         return lambda m, a: m.write("global", a[0], one(a[1])) if a[2] else None
+    if text in ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xffff0000;"):  # bfloat16 to float32
+        shift = 16 if name == "shl.b32" else 0
+        return lambda m, a: np.uint32(int(a[0]) << shift & 0xFFFF0000).view(np.float32)
     if text.startswith("shfl.sync.bfly"):
         return lambda m, a: m.wait("shuffle", a)
     raise NotImplementedError(text)

@@ -151,7 +151,7 @@ def elements_of(dtype):
     return pointwise.launch(HOPPER, made, dtype, read, results, 1000, 16, False)
 
 
-def by_rows(info, dtype, sums, n=1024):
+def by_rows(info, dtype, sums, n=1024, woven=False):
     """A formula of a wide sum and of operands by rows and columns, and a number; with its sums."""
     acc = "float64" if dtype == "float64" else "float32"
     gelu = ACT["gelu"]
@@ -159,7 +159,8 @@ def by_rows(info, dtype, sums, n=1024):
         lambda z, bias, scale, factor, g: (gelu(z + bias) * scale * factor, g * scale), 0, "rows"
     )
     steps = {"z": (512 * n, n, 1), "bias": (0, 0, 1), "scale": (512, 1, 0), "g": (512 * n, n, 1)}
-    steps |= {f"out_{i}": (512 * n, n, 1) for i in range(2)}
+    out = (1024 * n, 2 * n, 2) if woven else (512 * n, n, 1)
+    steps |= {f"out_{i}": out for i in range(2)}
     dtypes = {"z": acc}
     operands = {x: Operand(dtypes.get(x, dtype), step, 16) for x, step in steps.items()}
     read = [Source(x, x, operands[x].dtype) for x in ("z", "bias", "scale", "g")]
@@ -167,7 +168,7 @@ def by_rows(info, dtype, sums, n=1024):
     results = [Result(f"out_{i}", f"out_{i}", dtype) for i in range(2)]
     added = rows.Sums(["out_0"], ["out_0", "out_1"]) if sums else rows.Sums()
     how = read, results, operands, added, (512, n, 3), is_short(acc, dtype)
-    return rows.launch(info, whole, acc, *how)[0]
+    return rows.launch(info, whole, acc, *how, {"out_1": "out_0"} if woven else {})[0]
 
 
 def jet(info, dtype, backward, seconds=2, n=1024, apart=0):
@@ -283,6 +284,19 @@ def scaled(m, n, k, dtype, strides, pre=None):
         bias=Operand(dtype, (0, 0, 1), 16), extra=Operand(dtype, strides, 16),
         pre=operand(pre, m, n) if pre else None,
     )  # fmt: skip
+
+
+def alternate(p):
+    """A gated layer whose factors, and results if they are two, are alternate columns of arrays."""
+    even = {
+        name: replace(x, strides=(0, 2 * x.strides[1], 2))
+        for name in ("y", "y1", "out", "pre")
+        if (x := getattr(p, name)) is not None
+    }
+    two = p.pre is not None and p.pre1 is None
+    if not two:
+        even = {name: x for name, x in even.items() if name[0] == "y"}
+    return replace(p, alternate="y out" if two else "y", **even)
 
 
 def gated(m, n, k, dtype, *, results=("out",), biases=True, grad=False, alignment=16, **others):
@@ -555,6 +569,12 @@ CASES = [
         for dtype in ("float32", "float64", "bfloat16", "float16") for sums in (False, True)
     ],
     *[
+        Case(f"rows bfloat16 of alternate columns{', sums' if sums else ''}",
+             (by_rows(HOPPER, "bfloat16", sums, woven=True),), HOPPER,
+             ("ld.global.nc.v4.b32", "st.global.v4.b32"), 168)
+        for sums in (False, True)
+    ],
+    *[
         Case(f"jet {dtype}{' backward' if backward else ''}, {seconds}",
              (jet(info, dtype, backward, seconds),), info, ("ld.global", "st.global"), 128)
         for dtype, info in (("float32", HOPPER), ("float64", HOPPER), ("bfloat16", HOPPER),
@@ -674,6 +694,28 @@ CASES = [
     taken("wgmma f16, two sums, gradients", WGMMA,
           gated(8192, 5632, 2048, "float16", results=("out", "pre"), grad=True), HOPPER,
           ("cp.async.bulk.tensor.3d.global",)),
+    *[taken(f"wgmma bf16, alternate columns, {' '.join(results)}{n}{' gradients' if grad else ''}",
+            WGMMA, alternate(gated(m, n, 2048, "bfloat16", results=results, grad=grad,
+                                   biases=biases)), HOPPER, ("cp.async.bulk.tensor.3d.global",))
+      for results, m, n, biases, grad in (
+          (("out",), 8192, 5632, False, False), (("out",), 512, 512, True, False),
+          (("out", "pre", "pre1"), 8192, 5632, True, False),
+          (("out", "pre"), 8192, 5632, True, True),
+          (("out", "pre"), 1333, 1777, True, True),
+          (("out", "pre", "pre1"), 1333, 1777, True, False),
+      )],
+    *[taken(f"{dtype}, alternate columns", tier,
+            alternate(gated(4096, 2816, 1024, dtype, results=("out", "pre", "pre1"), whole=True)),
+            HOPPER, (instruction,))
+      for dtype, tier, instruction in (
+          ("float64", TENSOR_CORES, "mma.sync.aligned"), ("float32", CORES, "st.global.v4.f32"),
+      )],
+    taken("wgmma bf16, alternate columns, sums of float32", WGMMA,
+          replace(alternate(gated(4096, 2816, 1024, "bfloat16", results=("out", "pre"))),
+                  alternate="y", bias=None, bias1=None,
+                  out=operand("float32", 4096, 2816), pre=operand("float32", 4096, 2816),
+                  epilogue=epilogues.Epilogue("sums", ("z", "z1"), (),
+                                              (("out", leaf("z")), ("pre", leaf("z1"))))), HOPPER),
     taken("wgmma bf16, two sums, gradients of any alignment", WGMMA,
           gated(1333, 1777, 1000, "bfloat16", results=("out", "pre"), grad=True, alignment=2),
           HOPPER),

@@ -72,7 +72,7 @@ BOUNDS = {
     "forward, saved": (2, 16, 36),
     "residual": (1, 117, 389),
     "residual backward": (4, 168, 964),
-    "backward": (3, 161, 1046),
+    "backward": (3, 161, 1050),
     "backward, out": (0, 125, 744),
     "backward, saved": (3, 136, 703),
     "gate": (1, 80, 236),

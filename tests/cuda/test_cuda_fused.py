@@ -311,6 +311,28 @@ def test_the_weights_of_a_gated_layer_may_be_views_of_one_array():
             np.testing.assert_allclose(nf.to_numpy(x), y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_plan_of_alternate_columns_is_not_replayed_for_those_of_two_arrays(dtype):
+    """Guards: a fingerprint says which array begins how far behind another one."""
+    m, k, n = (5, 7, 8) if SIMULATED else (200, 256, 264)
+    a, w, other, grad = draw((m, k), (k, 2 * n), (k, 2 * n), (m, n), dtype=dtype)
+    first, second, a0, g0 = there((w, other, a, grad))
+    unit = {np.float32: 2.0**-24}.get(dtype, 2.0**-8)
+    even, odd = np.s_[:, ::2], np.s_[:, 1::2]
+    pairs = [(first, w), (first, w)], [(first, w), (second, other)], [(second, other)] * 2
+    for (x, x_host), (y, y_host) in (*pairs, *pairs[::-1]):
+        given = x_host[even], y_host[odd]
+        out = nf.matmul_activation_mul(a0, x[even], y[odd])
+        wanted = nf.matmul_activation_mul(*(z.astype(float) for z in (a, *given)))
+        bound = (4 * k * 2.0**-24 + 2 * unit) * abs(wanted).max()
+        np.testing.assert_allclose(nf.to_numpy(out).astype(float), wanted, atol=bound, rtol=0)
+        found = nf.matmul_activation_mul_bwd(g0, a0, x[even], y[odd])
+        exact = nf.matmul_activation_mul_bwd(*(z.astype(float) for z in (grad, a, *given)))
+        for got, best in zip(found[:3], exact[:3], strict=True):
+            bound = (4 * (k + m + n) * 2.0**-24 + 8 * unit) * abs(best).max()
+            np.testing.assert_allclose(nf.to_numpy(got).astype(float), best, atol=bound, rtol=0)
+
+
 def test_a_batch_of_weights_may_be_summed():
     a, b, c, grad = draw((3, 5, 7), (3, 7, 4), (1, 7, 4), (3, 5, 4))
     for sum_batch in (False, True):

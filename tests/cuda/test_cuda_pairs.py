@@ -7,6 +7,7 @@ where they belong and nothing is written beside them; and a gated layer has them
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,7 +54,26 @@ def run(plan, arrays):
         machine.run(launch, **addresses, work=work.ctypes.data + -work.ctypes.data % 16)
 
 
-def check(dtype, tile, m, n, k, *, x="rows", y="rows", offset=0, pad=0, places=1, info=HOPPER):
+def alternate(both):
+    """The even and the odd columns of an array, as arrays."""
+    place, row, column = both.operand.strides
+    size = both.operand.itemsize
+    found = []
+    for first, alignment in ((0, both.operand.alignment), (1, size)):
+        of = replace(both.operand, strides=(place, row, 2 * column), alignment=alignment)
+        found.append(
+            SimpleNamespace(
+                operand=of, address=both.address + first * size, memory=both.memory,
+                view=both.view[..., first::2],
+            )
+        )  # fmt: skip
+    return found
+
+
+def check(
+    dtype, tile, m, n, k, *, x="rows", y="rows", offset=0, pad=0, places=1, info=HOPPER,
+    woven=False,
+):  # fmt: skip
     rng = np.random.default_rng(m * n + k)
     acc = "float64" if dtype == "float64" else "float32"
 
@@ -63,10 +83,13 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", offset=0, pad=0, places=1
 
     sides = {"x": made((places, m, k), x), "y": made((places, k, n), y)}
     sides |= {"y1": made((places, k, n), y), "extra": made((places, m, n))}
+    if woven:
+        sides["y"], sides["y1"] = alternate(made((places, k, 2 * n), y))
     sides |= {name: made((places, 1, n)) for name in ("bias", "bias1")}
     ends = {name: made((places, m, n), nan=True) for name in ("out", "pre", "pre1")}
     operands = {name: array.operand for name, array in (sides | ends).items()}
-    product = Product(m, n, k, places, accumulator=acc, epilogue=GATE, whole=True, **operands)
+    how = {"epilogue": GATE, "whole": True, "alternate": "y" * woven}
+    product = Product(m, n, k, places, accumulator=acc, **how, **operands)
     module = simt if dtype == "float32" else tensor_core
     plan = module.plan(product, info, tile, k, 1)
     assert plan is not None
@@ -83,7 +106,7 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", offset=0, pad=0, places=1
         single = replace(
             product, epilogue=Epilogue("alone", ("z",), ("bias",), (("out", Z),)),
             y=sides[right].operand, bias=sides[bias].operand, out=alone.operand,
-            **dict.fromkeys(("y1", "bias1", "extra", "pre", "pre1")),
+            **dict.fromkeys(("y1", "bias1", "extra", "pre", "pre1")), alternate="",
         )  # fmt: skip
         how = {"x": sides["x"], "y": sides[right], "bias": sides[bias], "out": alone}
         run(module.plan(single, info, tile, k, 1), how)
@@ -116,6 +139,25 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", offset=0, pad=0, places=1
 )  # fmt: skip
 def test_two_sums_are_those_of_two_products(dtype, tile, sizes, how):
     check(dtype, tile, *sizes, **how)
+
+
+@pytest.mark.parametrize(
+    "dtype, tile, sizes, how",
+    [
+        ("float64", WARPS, (32, 32, 40), {}),
+        ("float64", WARPS, (37, 29, 19), {"pad": 3}),
+        ("float64", WARPS, (9, 40, 33), {"places": 2, "offset": 1}),
+        ("float32", THREADS, (64, 64, 32), {}),
+        ("float32", THREADS, (70, 42, 19), {"pad": 4}),
+        ("float32", THREADS, (30, 37, 21), {"places": 2, "offset": 1}),
+        ("bfloat16", HALF_WARPS, (32, 32, 64), {"info": AMPERE}),
+        ("float16", HALF_WARPS, (33, 21, 40), {"pad": 6, "info": AMPERE}),
+        ("float16", HALF_WARPS, (20, 21, 40), {"pad": 1, "info": AMPERE}),
+    ],
+)  # fmt: skip
+def test_sums_of_alternate_columns_are_those_of_two_products(dtype, tile, sizes, how):
+    """Guards: docs/cuda.md, alternate columns of one array are read as that array."""
+    check(dtype, tile, *sizes, woven=True, **how)
 
 
 def pair(dtype, m, n, k, **other):

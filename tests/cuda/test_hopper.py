@@ -467,6 +467,8 @@ class Group:
             base = {"out": 0, "pre": PRE, "pre1": 2 * PRE}[name]
             m, n, stride = self.sizes
             width = self.kernel.width
+            if self.kernel.woven_out:
+                n, stride = 2 * n, 2 * stride
             for r in range(16):
                 turned = r & 7 if width == 64 else r >> 1 & 3
                 for c in range(width):
@@ -477,7 +479,14 @@ class Group:
         def nothing(*arguments):
             return None
 
+        def shared_store16(address, word):
+            self.shared[address] = low(word)
+
+        def low(word):
+            return word.low if isinstance(word, Half) else word
+
         return {
+            "shared_store16": shared_store16, "shared_load_f32": lambda at: self.biases[at],
             "matrix_store": self.matrix_store, "matrix_load": self.matrix_load,
             "warp_barrier": self.barrier, "fresh": lambda x: x,
             "shared_load16": lambda a: self.shared[a], "shared_store32": shared_store,
@@ -489,7 +498,7 @@ class Group:
             "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
             "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
             "EPILOGUE": self.epilogue, "ZERO": 0.0,
-            "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
+            "PACK": Half, "LOW": low, "HIGH": lambda w: w.high,
             "types": types.SimpleNamespace(int64=int, int32=int, float32=float),
             "cuda": types.SimpleNamespace(
                 local=types.SimpleNamespace(array=lambda length, kind: [0] * length)
@@ -521,9 +530,12 @@ class Group:
                     for below in (0, 8):
                         row = 64 * half + thread // 32 * 16 + thread % 32 // 4 + below
                         at = column + 2 * (thread % 4)
-                        if at >= self.kernel.columns:  # of the second sum
+                        steps = (0, 1)
+                        if self.kernel.woven:  # a column's two sums are neighbours
+                            at, steps = at // 2, (0, 500)
+                        elif at >= self.kernel.columns:  # of the second sum
                             at += 500 - self.kernel.columns
-                        acc += [1000.0 * (row0 + row) + column0 + at + e for e in (0, 1)]
+                        acc += [1000.0 * (row0 + row) + column0 + at + e for e in steps]
             try:
                 finish(
                     acc, "out", 0, "pre", *[0] * 7, stride, 1, PRE, 0, stride, 1, 0, 0, stride, 1,
@@ -586,23 +598,27 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(til
 
 
 @pytest.mark.parametrize("tile", [t for t in SMALL + TALL if t.block_n >= 64], ids=str)
+@pytest.mark.parametrize("woven", [False, True], ids=["halves", "alternate"])
 @pytest.mark.parametrize(
     ("out", "extra", "pre", "pre1"),
     [
         ("rows", "", "", ""), ("map", "rows", "map", ""), ("map", "", "map", "map"),
         ("map", "", "", ""), ("rows", "rows", "single", "single"), ("map", "", "pairs", "pairs"),
+        ("map", "line", "map", ""),
     ],
 )  # fmt: skip
-def test_two_sums_meet_in_their_row_and_column(tile, out, extra, pre, pre1):
+def test_two_sums_meet_in_their_row_and_column(tile, out, extra, pre, pre1, woven):
     """Guards: docs/cuda.md, a gated layer is one product of its left factor with both others."""
     kernel = hopper.Gemm(
         "bfloat16", False, False, tile, out, extra=extra, bias="half", bias1=True, two_sums=True,
-        pre=pre, pre1=pre1, pre_half=pre != "",
+        pre=pre, pre1=pre1, pre_half=pre != "", woven=woven,
     )  # fmt: skip
     row0, column0 = tile.block_m, kernel.columns
     m, n = row0 + tile.block_m - 13, column0 + kernel.columns - (6 if pre == "pairs" else 5)
     stride = n + 3
     residual = {2 * (r * stride + c): 0.25 * r + 7000000.0 * c for r in range(m) for c in range(n)}
+    if extra == "line":  # an operand by rows has its values in the first column
+        residual = {at: residual[at // (2 * stride) * 2 * stride] for at in residual}
     group = Group(kernel, residual)
     for c in range(kernel.columns):
         group.biases[4 * c] = 0.5 * (column0 + c)
@@ -616,6 +632,30 @@ def test_two_sums_meet_in_their_row_and_column(tile, out, extra, pre, pre1):
             expected[at] = z - 3 * z1 + (residual[at] if extra else 0)
             expected |= {PRE + at: z} if pre else {}
             expected |= {2 * PRE + at: z1} if pre1 else {}
+    assert group.stored == expected
+
+
+@pytest.mark.parametrize("tile", [t for t in SMALL + TALL if t.block_n >= 64], ids=str)
+@pytest.mark.parametrize("extra", ["", "rows"])
+def test_two_results_of_alternate_columns_are_stored_as_one_array(tile, extra):
+    """Guards: docs/cuda.md, alternate columns are not copied: the pre-gradients alternate, too."""
+    kernel = hopper.Gemm(
+        "bfloat16", False, True, tile, "map", extra=extra, two_sums=True, pre="map",
+        pre_half=True, woven=True, woven_out=True,
+    )  # fmt: skip
+    row0, column0 = tile.block_m, kernel.columns
+    m, n = row0 + tile.block_m - 13, column0 + kernel.columns - 5
+    stride = n + 3
+    residual = {2 * (r * stride + c): 0.25 * r + 7000000.0 * c for r in range(m) for c in range(n)}
+    group = Group(kernel, residual)
+    group.run(row0, column0, m, n, stride)
+    expected = {}
+    for r in range(row0, m):
+        for c in range(column0, n):
+            z, z1 = 1000.0 * r + c, 1000.0 * r + 500 + c
+            more = residual[2 * (r * stride + c)] if extra else 0
+            expected[4 * (r * stride + c)] = z - 3 * z1 + more
+            expected[4 * (r * stride + c) + 2] = z
     assert group.stored == expected
 
 

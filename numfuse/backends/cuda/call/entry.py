@@ -10,9 +10,10 @@ operations do. Of every other kind the operands are held until the work that rea
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 from numfuse.activations import table
@@ -24,6 +25,7 @@ from numfuse.backends.cuda.call.record import (
     Argument,
     Recorded,
     alignment_of,
+    beside,
     record,
     word,
 )
@@ -82,6 +84,8 @@ def run(
             ordinal = kind.glance([*given, *flags, backend, needs, out], seen, addresses)
         if kept is None and ordinal >= 0:
             seen.append(ordinal)
+            if operation.kind == "fused":
+                seen.append(reduce(or_, addresses, 0) & 15 and beside(addresses))
             fingerprint = tuple(seen)
             kept = REPLAY.find(fingerprint)
             if kept is not None and kept.outs and kept.overlaps(addresses):
@@ -155,7 +159,7 @@ def _closely(
         serial = x["activation"].serial
         names = *numbers, *outs
         how = serial, precision, ordinal, chosen, flipped
-        fingerprint = operation.mark, kind, *how, seen, names
+        fingerprint = operation.mark, kind, *how, seen, beside(addresses), names
         kept = REPLAY.find(fingerprint)
         if kept is not None and kept.outs and kept.overlaps(addresses):
             kept = None
@@ -172,7 +176,7 @@ def _closely(
                 x, **ghosts | {name: ghosts.get(field) for name, field in fields.items()}
             ),
             signature.result_names(x),
-            functools.partial(kind.maker, ordinal),
+            partial(kind.maker, ordinal),
             ("d_b",) if flipped and "b" in x.get("needs", ()) else (),
             numbers,
         )

@@ -6,6 +6,8 @@ import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -106,6 +108,32 @@ def alignment_of(at: int) -> int:
     return at & -at & 15 or 16
 
 
+def beside(addresses: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Return which arrays begin less than 16 bytes behind another one: theirs, its place, bytes.
+
+    Alternate columns of one array are such a pair. Of several others the first in memory counts.
+    """
+    if not reduce(or_, addresses, 0) & 15:
+        return ()  # one of such two begins at no multiple of 16
+    found = []
+    for j, later in enumerate(addresses):
+        first = min(at for at in addresses if later - 16 < at <= later)
+        if first < later:
+            found.append((j, addresses.index(first), later - first))
+    return tuple(found)
+
+
+def _behind(arrays: Mapping[str, Argument]) -> dict[str, tuple[str, int]]:
+    """Return which arrays have the form of another one that begins some elements before them."""
+    names, found = list(arrays), {}
+    for j, i, distance in beside([a.address for a in arrays.values()]):
+        later, first = arrays[names[j]], arrays[names[i]]
+        elements, rest = divmod(distance, dtype_of(later.dtype).itemsize)
+        if later[1:4] == first[1:4] and not rest:
+            found[names[j]] = names[i], elements
+    return found
+
+
 def word(number: float, dtype: np.dtype[Any]) -> int:
     """Return a number, rounded to a dtype, as the bits of a float64: what a kernel is given."""
     (bits,) = struct.unpack("q", struct.pack("d", dtype.type(number)))
@@ -191,10 +219,16 @@ def record(
             results.append(maker(shape, format_of(x.dtype)))
     ghosts |= words
 
+    # one of two arrays that are parts of another one is told of by the other one's address
+    behind = _behind(arrays) if min(alignments.values(), default=16) < 16 else {}
+
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         if name in words:
             return View(rec.number(name), 0, x.shape, (0,) * x.ndim, NUMBER, 8, 8)
         offset = (address(x) - address(ghosts[name])) // x.itemsize if x.size else 0
+        if name in behind and x.size:
+            name, distance = behind[name]
+            offset += distance
         return View(
             rec.number(name),
             offset,

@@ -200,6 +200,7 @@ prefetch = instruction("prefetch.global.L2 [$0];", "", "l")
 #: global access does not hold, 0 is read and nothing is written
 shared_load16 = instruction("{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "r")
 shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
+shared_store16 = instruction("{ .reg .b16 t; cvt.u16.u32 t, $1; st.shared.b16 [$0], t; }", "", "rr")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
 shared_load2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")

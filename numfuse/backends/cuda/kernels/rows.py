@@ -1,6 +1,7 @@
 """Passes over rows, printed from an epilogue: arrays of any strides, that may repeat along an axis.
 
-A thread has neighbours of a row, 16 bytes of them where all rows allow it. Results are stored,
+A thread has neighbours of a row, 16 bytes of them where all rows allow it. Two results may be the
+even and the odd columns of one array, which is then stored as such. Results are stored,
 added up by column in chunks of rows, in the order of `passes.slopes`, or added up by row: a
 thread's neighbours, then the lanes of a warp by halves, and what warps have made afterwards.
 """
@@ -8,6 +9,8 @@ thread's neighbours, then the lanes of a warp by halves, and what warps have mad
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +39,8 @@ class _Access(NamedTuple):
     slot: str
     operand: Operand
     values: int
+    #: 2 of an array whose even and odd columns are two results.
+    times: int = 1
 
     @property
     def has_rows(self) -> bool:
@@ -48,7 +53,7 @@ class _Access(NamedTuple):
     @property
     def start(self) -> str:
         """Return where it begins for a thread."""
-        step = str(self.operand.itemsize) if self.is_wide else f"column_{self.slot}"
+        step = str(self.times * self.operand.itemsize) if self.is_wide else f"column_{self.slot}"
         column = f" + column * {step}" if self.operand.strides[2] else ""
         return f"from_{self.slot} + place * place_{self.slot}{column}"
 
@@ -57,12 +62,17 @@ class _Access(NamedTuple):
         """Return the values of 16 bytes."""
         return 16 // self.operand.itemsize
 
+    @property
+    def parts(self) -> int:
+        """Return the accesses of 16 bytes."""
+        return self.times * self.values // self.held
+
     def load(self, to: str, at: str) -> list[str]:
         """Return the lines that read what a thread has of a row."""
         if not self.is_wide:
             return [f"{to} = LOAD_{self.slot}({at}, 0)"]
         lines = []
-        for part in range(self.values // self.held):
+        for part in range(self.parts):
             lines.append(f"w0, w1, w2, w3 = LOAD_WORDS({at} + {16 * part})")
             lines.append(f"{to}_part{part} = AS_VALUES_{self.slot}(w0, w1, w2, w3)")
         return lines
@@ -80,7 +90,7 @@ class _Access(NamedTuple):
         if self.values == 1:
             return [f"STORE_{self.slot}({at}, 0, {value})"]
         lines = []
-        for part in range(self.values // self.held):
+        for part in range(self.parts):
             lines.append(f"w0, w1, w2, w3 = AS_WORDS_{self.slot}(made_{self.slot}_{part})")
             lines.append(f"STORE_WORDS({at} + {16 * part}, w0, w1, w2, w3)")
         return lines
@@ -100,7 +110,7 @@ class Sums(NamedTuple):
 
 def _row(
     u: int, sources: Sequence[Source], results: Sequence[Result], sums: Sums,
-    accesses_of: Mapping[str, _Access], values: int, lanes: int,
+    accesses_of: Mapping[str, _Access], odd: Mapping[str, str], values: int, lanes: int,
 ) -> list[str]:  # fmt: skip
     """Return the lines that compute the row which is read as number u."""
     lines = [f"row_sum_{name} = ZERO" for name in sums.rows]
@@ -118,8 +128,9 @@ def _row(
         lines += [f"run_{name}_{v} = run_{name}_{v} + new_{name}" for name in sums.columns]
         lines += [f"row_sum_{name} = row_sum_{name} + new_{name}" for name in sums.rows]
         for name, slot, _ in results if values > 1 else ():
-            lines += accesses_of[slot].put(v, f"new_{name}")
-    for name, slot, _ in results:
+            access = accesses_of[odd.get(slot, slot)]
+            lines += access.put(access.times * v + (slot in odd), f"new_{name}")
+    for name, slot, _ in (x for x in results if x.slot not in odd):
         lines += accesses_of[slot].store(f"at_{slot} + row_{u} * row_{slot}", f"new_{name}")
     for name in sums.rows:
         lines.append(f"row_sum_{name} = row_sum_{name} if inside else ZERO")
@@ -135,12 +146,13 @@ def _row(
 
 def text(
     sources: Sequence[Source], results: Sequence[Result], sums: Sums,
-    accesses_of: Mapping[str, _Access], values: int, ahead: int, lanes: int,
+    accesses_of: Mapping[str, _Access], odd: Mapping[str, str], values: int, ahead: int, lanes: int,
 ) -> str:  # fmt: skip
     """Return the kernel of which a thread has `values` neighbours of the rows of a chunk.
 
     `ahead` rows are read before the first of them is computed. Without sums by column a chunk is
-    one row. With sums by row, `lanes` threads side by side have them of one row: behind the last
+    one row. `odd` has the slots of results that go between the values of another one, and its slot.
+    With sums by row, `lanes` threads side by side have them of one row: behind the last
     neighbours of a row they do as those do, and count for nothing.
     """
     body = [f"at_{slot} = {access.start}" for slot, access in accesses_of.items()]
@@ -154,7 +166,7 @@ def text(
             at = f"at_{name} + row_{u} * row_{name}"
             turn += access.load(f"in_{name}_row{u}", at) if access.has_rows else []
     for u in range(ahead):
-        each = _row(u, sources, results, sums, accesses_of, values, lanes)
+        each = _row(u, sources, results, sums, accesses_of, odd, values, lanes)
         turn += [f"if row + {u} < end:", *(f"    {x}" for x in each)] if ahead > 1 else each
     columns = [(f"{name}_{v}", name, v) for name in sums.columns for v in range(values)]
     if columns:
@@ -168,9 +180,9 @@ def text(
     else:
         body += turn
     head = once([x for x in sources if x.once])
-    for _, slot, _ in results if values > 1 else ():
-        held = accesses_of[slot].held
-        for part in range(values // held):
+    for _, slot, _ in (x for x in results if values > 1 and x.slot not in odd):
+        for part in range(accesses_of[slot].parts):
+            held = accesses_of[slot].held
             head.append(f"    made_{slot}_{part} = cuda.local.array({held}, REAL)")
     arguments = [f"from_{x.name}" for x in sources if x.once]
     for slot in accesses_of:
@@ -219,33 +231,42 @@ def launch(
     sums: Sums,
     sizes: tuple[int, int, int],
     short: bool,
+    woven: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Launch, int, int]:
     """Return the launch of an epilogue over rows, and the chunks and parts of its sums.
 
     `operands` has the arrays by their slots; along an axis where a stride is 0 an array repeats.
-    `sizes` are M, N and the places. Sums go to the slots "sums_" and their names, of columns:
-    (places, chunks, N), and "rows_" and theirs, (places, M, parts), in the accumulator's dtype;
-    they are joined afterwards.
+    `sizes` are M, N and the places. `woven` has the slots of results that are the odd columns of an
+    array of which another one, by its slot, is the even ones. Sums go to the slots "sums_" and
+    their names, of columns: (places, chunks, N), and "rows_" and theirs, (places, M, parts), in the
+    accumulator's dtype; they are joined afterwards.
     """
     m, n, places = sizes
     added = *sums.columns, *sums.rows
     chosen = epilogue.select(*dict.fromkeys([*names_of(results), *added]))
     sources = [x for x in sources if x.name in chosen.inputs]
     slots = [x.slot for x in sources if not x.once] + [x.slot for x in results]
-    arrays = {slot: operands[slot] for slot in slots}
+    arrays = {slot: operands[slot] for slot in slots if slot not in woven}
+    for even in woven.values():
+        place, row, _ = arrays[even].strides
+        arrays[even] = replace(arrays[even], strides=(place, row, 1))
     values = 16 // min((x.itemsize for x in arrays.values()), default=16)
     if (
         n % values
         or info.capability < max([WIDE_SINCE[x.dtype] for x in arrays.values()], default=(1, 0))
         or not all(x.in_wholes(n, 16 // x.itemsize) for x in arrays.values() if x.strides[2])
     ):
-        values = 1
+        values, woven, arrays = 1, {}, {slot: operands[slot] for slot in slots}
     length, ahead = (chunk_of(m, n), tiling.PASS_AHEAD) if sums.columns else (1, 1)
     lanes = WARP if sums.rows and info.capability[0] else 1
     while ahead > 1 and len(topological(chosen.graphs)) * values * ahead > _MOST_OPERATIONS:
         ahead //= 2
-    accesses_of = {slot: _Access(slot, x, values) for slot, x in arrays.items()}
-    template = template_of(text(sources, results, sums, accesses_of, values, ahead, lanes))
+    evens = set(woven.values())
+    accesses_of = {
+        slot: _Access(slot, x, values, 1 + (slot in evens)) for slot, x in arrays.items()
+    }
+    printed = text(sources, results, sums, accesses_of, woven, values, ahead, lanes)
+    template = template_of(printed)
     bindings = _bindings(accesses_of, accumulator) | {
         "FORMULA": formula(chosen, tuple(x.name for x in sources), accumulator, short=short),
         "REAL": getattr(types, accumulator),

@@ -62,6 +62,10 @@ def launch(
         epilogue = epilogue.without("bias")
     if "x" in views:
         names = [name for name, _ in epilogue.results]
+        alternate = ""
+        if "y1" in views and "x1" not in views and _are_woven(views, "y", "y1"):
+            two = "pre1" not in views and _are_woven(views, "out", "pre")
+            alternate = "y out" if two else "y"
         product = Product(
             *(m, n, k, places.count),
             accumulator=accumulator,
@@ -70,6 +74,7 @@ def launch(
             sums=sums,
             free=free,
             whole=whole,
+            alternate=alternate,
             **operands,
         )
         plan = rec.choose(product)
@@ -92,6 +97,11 @@ def launch(
             at["sums"] = table.at(first * rows * n)
         record(at)
     return table, rows
+
+
+def _are_woven(views: dict[str, View], even: str, odd: str) -> bool:
+    """Return whether two of some views are every other column of one array."""
+    return odd in views and views[even].woven_with(views[odd]) is not None
 
 
 def product(

@@ -9,6 +9,7 @@ elements does the rest. Sums of columns are made on the way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -24,7 +25,7 @@ from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
-from numfuse.backends.cuda.plan.tiers import stay_whole, takes_pairs, takes_rich
+from numfuse.backends.cuda.plan.tiers import stay_whole, takes_pairs, takes_rich, takes_woven
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import inputs as leaves_of
 from numfuse.language.curves import leaf, rebuilt, replace_leaves
@@ -32,6 +33,7 @@ from numfuse.language.graph import Expr, bottom_up, topological
 from numfuse.problem.results import without_terms
 
 if TYPE_CHECKING:
+    from numfuse.problem.forms import Factor
     from numfuse.problem.fused import FusedProblem
 
 
@@ -43,11 +45,14 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
     if nothing is not None:
         return
     results = {name: bind(name) for name in p.stored}
-    for factor in (f for terms in p.products.values() for pair in terms for f in pair):
-        if factor.name not in p.arrays and factor.name not in results:
-            # rows as the fast loads want them
-            whole = rec.fresh((*p.batch, p.m, tiling.pitch(p.n, p.dtype.itemsize)), p.dtype.name)
-            results[factor.name] = replace(whole, shape=(*p.batch, p.m, p.n))
+    for terms in p.products.values():
+        factors = [f.name for pair in terms for f in pair]
+        fresh = [x for x in dict.fromkeys(factors) if x not in p.arrays and x not in results]
+        if len(fresh) == 2 and _alternates(rec, p, bind, terms):
+            even = _rows_of(rec, p, 2)
+            results |= dict(zip(fresh, _alternate(even), strict=True))
+        else:
+            results |= {name: _rows_of(rec, p) for name in fresh}
     summed = {name: bind(name) for name in p.summed}
     if not (results or summed):
         return
@@ -64,11 +69,55 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
             views = [results[f.name] if f.name in results else bind(f.name) for f in pair]
             left, right = (x.turned if f.turned else x for f, x in zip(pair, views, strict=True))
             sums[name].append((left, right))
+    for name, pairs in sums.items():
+        one = _woven(pairs)
+        if one is not None:
+            sums[name] = [one]
     alike = [name for name in sums if name != "d_a"]
     if len(alike) == 2 and _two_products(rec, p, *((sums[x], bind(x)) for x in alike)):
         sums = {name: pairs for name, pairs in sums.items() if name not in alike}
     for name, pairs in sums.items():
         _sum_of_products(rec, p, pairs, bind(name), p.products[name][0][0].turned)
+
+
+def _alternates(
+    rec: Recorder, p: FusedProblem, bind: Bind, terms: tuple[tuple[Factor, Factor], ...]
+) -> bool:
+    """Return whether the left factors of two terms are to alternate, as the right ones do.
+
+    The sum of both terms is one product then, with K of both in the order of the columns. A sum of
+    two terms that are products with the left factors would have to copy these.
+    """
+    others = [x for x in p.products.values() if x is not terms]
+    if len(terms) != 2 or any(len(x) > 1 for x in others):
+        return False
+    if not takes_woven(p.dtype.name, rec.device.info):
+        return False
+    names = [right.name for _, right in terms if right.turned and right.name in p.arrays]
+    return len(names) == 2 and bind(names[0]).woven_with(bind(names[1])) is not None
+
+
+def _rows_of(rec: Recorder, p: FusedProblem, times: int = 1) -> View:
+    """Return a new matrix of so many times N columns, with rows as the fast loads want them."""
+    n = times * p.n
+    whole = rec.fresh((*p.batch, p.m, tiling.pitch(n, p.dtype.itemsize)), p.dtype.name)
+    return replace(whole, shape=(*p.batch, p.m, n))
+
+
+def _alternate(x: View) -> tuple[View, View]:
+    """Return the even and the odd columns of an array."""
+    shape, strides = (*x.shape[:-1], x.shape[-1] // 2), (*x.strides[:-1], 2 * x.strides[-1])
+    even = replace(x, shape=shape, strides=strides)
+    return even, replace(even, offset=even.offset + x.strides[-1])
+
+
+def _woven(pairs: list[tuple[View, View]]) -> tuple[View, View] | None:
+    """Return the one product that two terms are, whose factors alternate along K in two arrays."""
+    if len(pairs) != 2:
+        return None
+    (x, y), (x1, y1) = pairs
+    left, right = x.woven_with(x1), y.turned.woven_with(y1.turned)
+    return None if left is None or right is None else (left, right.turned)
 
 
 def _two_products(
@@ -183,8 +232,10 @@ class _Elements:
                 self._replace(leaf(name), leaf(name) + leaf(before))
                 products.append((before, pair))
             products.append((name, last))
+        made = self._alternate_sums(products)
         for name, pair in products:
-            self._product(name, pair)
+            if name not in made:
+                self._product(name, pair)
         if self.graphs:
             epilogue = self._epilogue(self.graphs.items())
             sources = {name: self.sources[name] for name in epilogue.operands}
@@ -241,6 +292,29 @@ class _Elements:
         made = [(e, self.results[x]) for x, e in self.graphs.items()]
         factors = dict(zip(("x", "y", "y1"), (*pairs[0], pairs[1][1]), strict=True))
         return self._launch(names, factors, made, slots)[1] >= 0
+
+    def _alternate_sums(self, products: list[tuple[str, tuple[str, str]]]) -> set[str]:
+        """Record sums over alternate columns of one array, two at once; return their names.
+
+        Alone, each would read a copy. Where none would be made, the last sum's product ends in all
+        that it can.
+        """
+        made: set[str] = set()
+        storage, info = self.p.dtype.name, self.rec.device.info
+        cores = storage == "float32" and takes_pairs(storage, info, self.rec.precision_of(storage))
+        if not (cores or takes_woven(storage, info)):
+            return made
+        for (name, (x, y)), (other, (x1, y1)) in itertools.combinations(products, 2):
+            alike = x == x1 and self.bind(y).woven_with(self.bind(y1)) is not None
+            if not alike or made & {name, other}:
+                continue
+            views = [self.rec.fresh(self.p.shape, self.acc) for _ in range(2)]
+            sums = list(zip((leaf(name), leaf(other)), views, strict=True))
+            factors = {"x": x, "y": y, "y1": y1}
+            if self._launch((name, other), factors, sums, {})[1] >= 0:
+                made |= {name, other}
+                self.sources |= dict(zip((name, other), views, strict=True))
+        return made
 
     def _launch(
         self,
@@ -409,7 +483,8 @@ def _pass(
     written = [Result(name, name, x.dtype) for name, x in results.items()]
     sizes, short = (m, n, spots.count), is_short(acc, p.dtype.name)
     how = read, written, operands, rows.Sums(columns, lines), sizes, short
-    launch, chunks, parts = rows.launch(rec.device.info, epilogue, acc, *how)
+    odd = {y: x for x in results for y in results if arrays[x].woven_with(arrays[y]) is not None}
+    launch, chunks, parts = rows.launch(rec.device.info, epilogue, acc, *how, odd)
     tables = {f"sums_{x}": rec.fresh((prod(p.batch), chunks, n), acc) for x in columns}
     tables |= {f"rows_{x}": rec.fresh((*p.batch, m, parts), acc) for x in lines}
     for first, at in spots:

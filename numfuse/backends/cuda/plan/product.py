@@ -7,7 +7,7 @@ fixed but the addresses; a plan that is kept launches again with other addresses
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from numfuse.epilogues import Epilogue, sum_of_terms
@@ -135,6 +135,9 @@ class Product(Keyed):
     y1: Operand | None = None
     bias1: Operand | None = None
     pre1: Operand | None = None
+    #: Of two sums "y" where Y has the even columns of an array and Y1 the odd ones, and "y out"
+    #: where `out` and `pre` have those of another array, too.
+    alternate: str = ""
     #: The unrounded results are summed by column in every row of blocks, in a fixed order, to
     #: sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
     sums: bool = False
@@ -157,6 +160,29 @@ class Product(Keyed):
     def has_two_sums(self) -> bool:
         """Return whether the epilogue is one of two sums."""
         return self.y1 is not None and self.x1 is None
+
+    def wide(self, name: str) -> Operand:
+        """Return the array of which `name` ("y", "out") has every other column."""
+        found: Operand = getattr(self, name)
+        place, row, _ = found.strides
+        return replace(found, strides=(place, row, 1))
+
+    @property
+    def rights(self) -> list[Operand]:
+        """Return Y, and Y1 where there is one; of woven sums the one array that has both."""
+        if self.woven:
+            return [self.wide("y")]
+        return [self.y] if self.y1 is None else [self.y, self.y1]
+
+    @property
+    def woven(self) -> bool:
+        """Return whether both factors Y are every other column of one array."""
+        return self.alternate != ""
+
+    @property
+    def woven_out(self) -> bool:
+        """Return whether two results are every other column of one array, as the factors are."""
+        return self.alternate == "y out"
 
     @property
     def is_rich(self) -> bool:

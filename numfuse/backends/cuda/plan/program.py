@@ -54,6 +54,16 @@ class View(Strided):
         count, step = (lengths[0], steps[0]) if lengths else (1, 0)
         return replace(self, shape=(count, self.shape[-1]), strides=(step, self.strides[-1]))
 
+    def woven_with(self, other: View) -> View | None:
+        """Return the array of which this view has the even columns and another one the odd ones.
+
+        None is returned of two views that are no such pair.
+        """
+        (*batch, m, n), (*steps, row, column) = self.shape, self.strides
+        if column != 2 or n < 2 or other != replace(self, offset=self.offset + 1):
+            return None
+        return replace(self, shape=(*batch, m, 2 * n), strides=(*steps, row, 1))
+
     def at(self, index: int = 0) -> tuple[int, int]:
         """Return the number of the buffer, and the bytes from there to an element."""
         return self.buffer, (self.offset + index) * self.itemsize

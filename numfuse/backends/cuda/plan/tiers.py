@@ -44,6 +44,11 @@ def takes_rich(dtype: str, info: DeviceInfo) -> bool:
 _RICH = WGMMA, CORES, TENSOR_CORES
 
 
+def takes_woven(dtype: str, info: DeviceInfo) -> bool:
+    """Return whether a tier takes two sums whose columns alternate in one array without a copy."""
+    return takes_rich(dtype, info)
+
+
 def takes_pairs(dtype: str, info: DeviceInfo, precision: str) -> bool:
     """Return whether a tier takes products of two sums."""
     split = dtype == "float32" and precision != "ieee"
@@ -87,6 +92,10 @@ def choose(
     if product.is_rich:
         nothing = dict.fromkeys(("x1", "y1", "bias", "bias1", "extra", "pre", "pre1"))
         single = replace(product, epilogue=sum_of_terms(0), **nothing)  # type: ignore[arg-type]
+        if product.woven:  # one of the two sums as if its columns were neighbours
+            single = replace(single, alternate="", y=product.wide("y"))
+            if product.woven_out:
+                single = replace(single, out=product.wide("out"))
         alone = choose(single, info, named) if product.k else None
         rich = alone[0] if alone is not None and alone[0] in _RICH else None
         if alone is None or rich is None or not (product.free or alone[1].parts == 1):

@@ -85,7 +85,7 @@ def key_of(product: Product, info: DeviceInfo, reorder: bool) -> str:
         f"{p.places} x ({p.m} x {p.k} x {p.n})",
         f"sums in {p.accumulator}, {p.precision}",
         *(f"{name} {_layout(getattr(p, name))}" for name in ("x", "y", "x1", "y1")),
-        f"free {p.free}, whole {p.whole}",
+        f"free {p.free}, whole {p.whole}" + f", alternate {p.alternate}" * p.woven,
     ]
     if not reorder:
         results = " ".join(name for name, _ in p.epilogue.results)

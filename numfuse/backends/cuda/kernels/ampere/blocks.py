@@ -136,6 +136,7 @@ def build(product: Product, block: Block, name: str) -> Kernel:
         "ROW_STEP": row_step,
         "COLUMNS": width,
         "TWO_SUMS": product.has_two_sums,
+        "WOVEN": product.woven,
         "GAP_BITS": engine.y.gap.bit_length() - 1,
         "COLUMN_THREADS": columns,
         "COLUMN_BITS": columns.bit_length() - 1,
@@ -173,11 +174,11 @@ def takes(product: Product, device: DeviceInfo) -> bool:
 
 
 def paired(product: Product, fetch: Fetch) -> Fetch | None:
-    """Return how a right factor comes to a block: as one of two where there are two sums.
+    """Return how a right factor comes to a block: as one of two where two sums have one each.
 
     Return None where both cannot come in the same way.
     """
-    if not product.has_two_sums:
+    if not product.has_two_sums or product.woven:
         return fetch
     found = replace(fetch, paired=True)
     whole = found.gap % (1 if fetch.along_k else fetch.values) == 0
@@ -223,9 +224,9 @@ def plan(
         ends = {"ends": ends_of(p, in_bytes, tile.block_m), "sums": 0}
     arguments = schema(
         x=in_bytes(slots[0], p.x),
-        y=in_bytes(slots[1], p.y),
+        y=in_bytes(slots[1], p.rights[0]),
         second=Second(
-            in_bytes(slots[-1], p.y1),
+            in_bytes(slots[-1], None if p.woven else p.y1),
             in_bytes(Slot("bias1"), p.bias1),
             in_bytes(Slot("pre1"), p.pre1),
         ),

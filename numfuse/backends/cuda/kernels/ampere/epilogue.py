@@ -44,6 +44,8 @@ class Second:
 
 def place_of(column):
     """Where a column of the result lies among a block's sums, of two sums the first one's."""
+    if WOVEN:
+        return i32(2 * column)
     if TWO_SUMS:
         return i32(((column >> GAP_BITS) << (GAP_BITS + 1)) + (column & ((1 << GAP_BITS) - 1)))
     return column
@@ -102,8 +104,11 @@ def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Positi
             for u in unrolled(ROWS):
                 row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
                 take_row = i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH)
-                take_sums(value, take_row, c)
-                if TWO_SUMS:
+                if WOVEN:
+                    take_both(value, value1, take_row, c)
+                else:
+                    take_sums(value, take_row, c)
+                if TWO_SUMS and not WOVEN:
                     take_sums(value1, i32(take_row + (ACC_BYTES << GAP_BITS)), c)
                 for v in unrolled(VALUES):
                     extra = added[u * VALUES + v]
@@ -151,6 +156,22 @@ def take_sums(value, at, c):
     else:
         for v in unrolled(VALUES):
             value[v] = TAKE(i32(at + place_of(i32(c + v * COLUMN_STEP)) * ACC_BYTES))
+
+
+def take_both(value, value1, at, c):
+    """A thread's two sums of each column of a row, which lie side by side."""
+    if WIDE:
+        at = i32(at + place_of(i32(c * COLUMN_FIRST)) * ACC_BYTES)
+        for h in unrolled(2):
+            taken = TAKE(i32(at + h * (VALUES * ACC_BYTES)))
+            for v in unrolled(VALUES // 2):
+                value[h * (VALUES // 2) + v] = taken[2 * v]
+                value1[h * (VALUES // 2) + v] = taken[2 * v + 1]
+    else:
+        for v in unrolled(VALUES):
+            own = i32(at + place_of(i32(c + v * COLUMN_STEP)) * ACC_BYTES)
+            value[v] = TAKE(own)
+            value1[v] = TAKE(i32(own + ACC_BYTES))
 
 
 def cell(array: Array, row, v):

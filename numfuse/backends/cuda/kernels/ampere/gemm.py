@@ -72,7 +72,10 @@ def block_product(
     x_own, x_along = X_FIRST(t)
     y_own, y_along = Y_FIRST(t)
     own_column = y_own
-    if TWO_SUMS:
+    first_column, end_column = column0, n
+    if WOVEN:
+        first_column, end_column = i32(2 * column0), i32(2 * n)
+    if TWO_SUMS and not WOVEN:
         # each right factor has one half of the columns of a step, and so of its threads
         if y_own >= Y_OWN_GAP:
             own_column = i32(y_own - Y_OWN_GAP)
@@ -82,8 +85,8 @@ def block_product(
             y.column = second.y.column
     x_at = x.address + place * x.place + i64(row0 + x_own) * x.row + i64(k0 + x_along) * x.column
     y_at = y.address + place * y.place
-    y_at = y_at + i64(column0 + own_column) * y.column + i64(k0 + y_along) * y.row
-    x_left, y_left = i32(m - row0 - x_own), i32(n - column0 - own_column)
+    y_at = y_at + i64(first_column + own_column) * y.column + i64(k0 + y_along) * y.row
+    x_left, y_left = i32(m - row0 - x_own), i32(end_column - first_column - own_column)
     whole = row0 + BLOCK_M <= m and column0 + COLUMNS <= n
     x_step, y_step = x.row * X_OWN_GAP, y.column * Y_OWN_GAP
     x_k_step = x.column * X_K_STEP - x.row * X_BACK

@@ -204,7 +204,8 @@ _SAMPLE = tiling.CORE_BLOCKS[0].block_m, tiling.CORE_BLOCKS[0]
 def _costly(product: Product) -> list[tuple[int, float]]:
     """Return elements of X and of each Y, and the share of the time that they take as they lie."""
     p, found = product, []
-    factors = [(1, p.x, p.m), (2, p.y, p.n), *([] if p.y1 is None else [(2, p.y1, p.n)])]
+    columns = p.n * (1 + p.woven)
+    factors = [(1, p.x, p.m), *((2, right, columns) for right in p.rights)]
     for own, operand, length in factors:
         part = copies.share(fetch(operand, own, *_SAMPLE), own)
         if own == 1:
@@ -240,11 +241,9 @@ def plan(
     p = product
     before: list[Launch] = []
     workspace = 0
-    slots, operands = [Slot("x"), Slot("y")], [p.x, p.y]
-    shapes = [(1, (p.m, p.k)), (2, (p.k, p.n))]
-    if p.y1 is not None:
-        slots, operands = [*slots, Slot("y1")], [*operands, p.y1]
-        shapes.append(shapes[1])
+    operands = [p.x, *p.rights]
+    slots = [Slot(name) for name in ("x", "y", "y1")[: len(operands)]]
+    shapes = [(1, (p.m, p.k)), *[(2, (p.k, p.n * (1 + p.woven)))] * len(p.rights)]
     # on Hopper each of the launches is ready when the one before it ends
     overlaps = device.capability >= (9, 0)
     wanted = copied(p, device) if copy is None else copy
@@ -257,12 +256,12 @@ def plan(
             before.append(launch)
             slots[number] = to
             workspace += -(-size // 256) * 256
-    p = replace(p, x=operands[0], y=operands[1], y1=operands[2] if p.y1 is not None else None)
+    p = replace(p, x=operands[0], y=operands[1], y1=operands[2] if len(operands) > 2 else p.y1)
     waits = "first" if overlaps and before else ""
 
     def of(tile: CudaBlock, first: int, last: int, before: list[Launch], *when: Any) -> Plan | None:
-        x, rights = fetch(p.x, 1, tile.block_m, tile), [p.y] if p.y1 is None else [p.y, p.y1]
-        y, *others = (fetch(right, 2, tile.block_n, tile) for right in rights)
+        x = fetch(p.x, 1, tile.block_m, tile)
+        y, *others = (fetch(right, 2, tile.block_n, tile) for right in p.rights)
         own = blocks.paired(p, y)
         if own is None or any(other != y for other in others):
             return None

@@ -231,9 +231,10 @@ def plan(
     """
     p = product
     found = []
-    if p.y1 is not None and _values(p.y, 2) != _values(p.y1, 2):
+    right, *others = p.rights
+    if any(_values(other, 2) != _values(right, 2) for other in others):
         return None
-    for operand, own, block in ((p.x, 1, tile.block_m), (p.y, 2, tile.block_n)):
+    for operand, own, block in ((p.x, 1, tile.block_m), (right, 2, tile.block_n)):
         along_k, values = _values(operand, own)
         found.append(
             Fetch(
@@ -266,7 +267,7 @@ def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
         if long and p.members is not None:
             return tiling.DOUBLE_MEMBERS
         return tiling.DOUBLE_LONG if long else tiling.DOUBLE_BLOCKS
-    held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
+    held = 1 in (_values(p.x, 1)[1], _values(p.rights[0], 2)[1])
     return tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
 
 

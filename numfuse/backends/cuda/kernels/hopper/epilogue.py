@@ -9,7 +9,10 @@ Pre-activations in 16 bits leave by "map" beside the result, from buffers of the
 with its own 16 rows and waits for no other, but where the residual or grad comes by "map". The bias
 waits in shared memory, as float32.
 
-Of two sums a thread has the same elements, the second's half a block of accumulators further.
+Of two sums a thread has the same elements, the second's half a block of accumulators further. Of
+"woven" ones, whose columns alternate, it has both sums of an element side by side: of each 8
+columns of the result two that are 4 apart. 16-bit values go to `staging` one by one then, and two
+results whose columns alternate, too, by stmatrix as the words that they are.
 """
 
 # A template has no annotations but records, and its UPPER-case names are bound by `kernel`.
@@ -28,6 +31,7 @@ from numfuse.backends.cuda.compile.accesses import (
     shared_load2_f32,
     shared_load16,
     shared_load_f32,
+    shared_store16,
     shared_store32,
     shared_store_f32,
 )
@@ -84,7 +88,10 @@ def finish(
     # swizzle exchanges pieces by an exclusive or, and so the q-th is 32 q away by one
     own_row = warp * 16 + (lane & 15)
     own = piece_at(staging, own_row, lane >> 4)
-    biases = biases + (lane & 3) * 8
+    wide = own
+    if WOVEN:
+        own = piece_at(staging, warp * 16 + (lane >> 2), 0) + (lane & 3) * 2
+    biases = biases + (lane & 3) * (4 if WOVEN else 8)
     b = cuda.local.array(WIDTH // 4, types.float32)
     b1 = b
     if TWO_BIASES:
@@ -96,7 +103,7 @@ def finish(
     for c in unrolled(CHUNKS):
         ROW = c // ROW_CHUNKS * 64
         COLUMN = c % ROW_CHUNKS * WIDTH
-        BASE = c // ROW_CHUNKS * (BLOCK_N // 2) + COLUMN // 2
+        BASE = c // ROW_CHUNKS * (BLOCK_N // 2) + COLUMN // 8 * EACH
         BUFFER = c % BUFFERS
         buffer = staging + BUFFER * BUFFER_BYTES
         top, left = row0 + ROW, column0 + COLUMN
@@ -126,16 +133,21 @@ def finish(
             fetch_rows(ends.extra, buffer, top + warp * 16, warp * 16, left, lane, m, n)
         if BIAS != "":
             for j in unrolled(WIDTH // 8):
-                b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
+                b[2 * j], b[2 * j + 1] = two_biases(biases + (4 * COLUMN + 32 * j))
                 if TWO_BIASES:
                     b1_at = biases + (4 * COLUMNS + 4 * COLUMN + 32 * j)
-                    b1[2 * j], b1[2 * j + 1] = shared_load2_f32(b1_at)
+                    b1[2 * j], b1[2 * j + 1] = two_biases(b1_at)
         for q in unrolled(WIDTH // 16):
             at = (own + BUFFER * BUFFER_BYTES) ^ (32 * q)
             pre_at = (own + BUFFERS * BUFFER_BYTES) ^ (32 * q)
-            column = left + 16 * q + 2 * (lane & 3)
+            if WOVEN_OUT:
+                # twice the columns fill the buffer of the pre-activations, and then that of the
+                # operand, of which every column is read before it is overwritten
+                WHOLE = BUFFERS if 32 * q < WIDTH else BUFFER
+                pre_at = (wide + WHOLE * BUFFER_BYTES) ^ (64 * q % (2 * WIDTH))
+            column = left + 16 * q + (lane & 3) * (1 if WOVEN else 2)
             # an index that is no literal: `piece` is compiled once, and inlined with the constant
-            index, b_index = types.int64(BASE + 8 * q), types.int64(4 * q)
+            index, b_index = types.int64(BASE + 2 * EACH * q), types.int64(4 * q)
             piece(
                 acc, index, b, b1, b_index, line, below, at, pre_at, row, column, m, n, ends, second
             )
@@ -143,16 +155,16 @@ def finish(
             copy_fence()
             warp_barrier()
             if lane == 0:
-                tensor_store(maps.out, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
                 own_pre = staging + BUFFERS * BUFFER_BYTES + warp * (32 * WIDTH)
-                store_pre(maps, second, left, top + warp * 16, place, own_pre)
+                own_out = buffer + warp * (32 * WIDTH)
+                store_out(maps, second, left, top + warp * 16, place, own_out, own_pre)
                 store_commit()
         elif OUT == "map":
             copy_fence()
             group_barrier(1 + consumer, 128)
             if leader:
-                tensor_store(maps.out, left, top, place, buffer)
-                store_pre(maps, second, left, top, place, staging + BUFFERS * BUFFER_BYTES)
+                own_pre = staging + BUFFERS * BUFFER_BYTES
+                store_out(maps, second, left, top, place, buffer, own_pre)
                 store_commit()
                 if c + BUFFERS < CHUNKS:
                     NEXT = c + BUFFERS
@@ -170,12 +182,33 @@ def finish(
             warp_barrier()
 
 
-def store_pre(maps: Maps, second: Second, column, row, place, buffer):
-    """Have the copy engine store pieces of the pre-activations."""
-    if PRE == "map":
-        tensor_store(maps.pre, column, row, place, buffer)
-    if PRE1 == "map":
-        tensor_store(second.pre_map, column, row, place, buffer + BUFFER_BYTES)
+def store_out(maps: Maps, second: Second, column, row, place, buffer, pre):
+    """Have the copy engine store pieces of the result and of the pre-activations."""
+    if WOVEN_OUT:
+        tensor_store(maps.out, 2 * column, row, place, pre)
+        tensor_store(maps.out, 2 * column + WIDTH, row, place, buffer)
+    else:
+        tensor_store(maps.out, column, row, place, buffer)
+        if PRE == "map":
+            tensor_store(maps.pre, column, row, place, pre)
+        if PRE1 == "map":
+            tensor_store(second.pre_map, column, row, place, pre + BUFFER_BYTES)
+
+
+def two_biases(at):
+    """The biases of the two columns that a thread has of 8."""
+    if WOVEN:
+        return shared_load_f32(at), shared_load_f32(at + 16)
+    else:
+        return shared_load2_f32(at)
+
+
+def store_apart(at, top, bottom):
+    """Two words of 16-bit values, each of a row's columns 4 apart, to a buffer; 8 rows apart."""
+    shared_store16(at, top)
+    shared_store16(at + 8, top >> 16)
+    shared_store16(at + 16 * WIDTH, bottom)
+    shared_store16(at + 16 * WIDTH + 8, bottom >> 16)
 
 
 def piece_at(buffer, row, number):
@@ -206,8 +239,9 @@ def piece(
 ):  # fmt: skip
     """The epilogue of 16 columns of a warp's rows.
 
-    `at` and `pre_at`: where in `staging` they are, or go, and the pre-activations go. `line` and
-    `below`: an operand by rows, of a thread's two.
+    `at` and `pre_at`: where in `staging` they are, or go, and the pre-activations go (or both
+    results, where their columns alternate). `line` and `below`: an operand by rows, of a thread's
+    two.
     """
     words = cuda.local.array(4, types.int32)
     half = cuda.local.array(4, types.int32)
@@ -219,7 +253,7 @@ def piece(
     other1 = cuda.local.array(4, types.int32)
     row_in = row < m
     below_in = row + 8 < m
-    if EXTRA == "rows" or EXTRA == "map":
+    if (EXTRA == "rows" or EXTRA == "map") and not WOVEN:
         words[0], words[1], words[2], words[3] = matrix_load(at)
     for p in unrolled(2):
         if EXTRA == "float32":
@@ -227,19 +261,33 @@ def piece(
             g[2], g[3] = LOAD_EXTRA(ends.extra, row + 8, column, m, n)
         elif EXTRA == "line":
             g[0], g[1], g[2], g[3] = line, line, below, below
+        elif EXTRA != "" and WOVEN:
+            own_at = at ^ (16 * p)
+            g[0], g[1] = LOW(shared_load16(own_at)), LOW(shared_load16(own_at + 8))
+            own_at += 16 * WIDTH
+            g[2], g[3] = LOW(shared_load16(own_at)), LOW(shared_load16(own_at + 8))
         elif EXTRA != "":
             g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
             g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
         for i in unrolled(4):
-            own, bias = index + 4 * p + i, b_index + 2 * p + i % 2
+            own, bias = index + EACH * p, b_index + 2 * p + i % 2
+            own += 4 * (i % 2) + i // 2 * 2 if WOVEN else i
             v[i], kept[i], kept1[i] = element(acc, own, b[bias], b1[bias], g[i])
-        if PRE == "map":
+        if WOVEN_OUT:
+            left, right = PACK(v[0], kept[0]), PACK(v[1], kept[1])
+            matrix_store(pre_at ^ (32 * p), left, PACK(v[2], kept[2]), right, PACK(v[3], kept[3]))
+        elif PRE == "map" and WOVEN:
+            store_apart(pre_at ^ (16 * p), PACK(kept[0], kept[1]), PACK(kept[2], kept[3]))
+        elif PRE == "map":
             other[2 * p] = PACK(kept[0], kept[1])
             other[2 * p + 1] = PACK(kept[2], kept[3])
         elif PRE != "":
             STORE_PRE(ends.pre, row, column, m, n, kept[0], kept[1])
             STORE_PRE(ends.pre, row + 8, column, m, n, kept[2], kept[3])
-        if PRE1 == "map":
+        if PRE1 == "map" and WOVEN:
+            pre1_at = (pre_at + BUFFER_BYTES) ^ (16 * p)
+            store_apart(pre1_at, PACK(kept1[0], kept1[1]), PACK(kept1[2], kept1[3]))
+        elif PRE1 == "map":
             other1[2 * p] = PACK(kept1[0], kept1[1])
             other1[2 * p + 1] = PACK(kept1[2], kept1[3])
         elif PRE1 != "":
@@ -249,18 +297,20 @@ def piece(
             # rows below the last are products of zeros and a bias: they do not count
             acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
             acc[index + 4 * p + 1] = select(v[1], ZERO, row_in) + select(v[3], ZERO, below_in)
-        if STAGED:
+        if STAGED and WOVEN and not WOVEN_OUT:
+            store_apart(at ^ (16 * p), PACK(v[0], v[1]), PACK(v[2], v[3]))
+        elif STAGED and not WOVEN:
             half[2 * p] = PACK(v[0], v[1])
             half[2 * p + 1] = PACK(v[2], v[3])
-        else:
+        elif not STAGED:
             STORE_OUT(ends.out, row, column, m, n, v[0], v[1])
             STORE_OUT(ends.out, row + 8, column, m, n, v[2], v[3])
         column += 8
-    if STAGED:
+    if STAGED and not WOVEN:
         matrix_store(at, half[0], half[1], half[2], half[3])
-    if PRE == "map":
+    if PRE == "map" and not WOVEN:
         matrix_store(pre_at, other[0], other[1], other[2], other[3])
-    if PRE1 == "map":
+    if PRE1 == "map" and not WOVEN:
         matrix_store(pre_at + BUFFER_BYTES, other1[0], other1[1], other1[2], other1[3])
 
 
@@ -269,7 +319,7 @@ def element(acc, own, bias, bias1, extra):
     value, first, second = ZERO, ZERO, ZERO
     z, z1 = acc[own], ZERO
     if TWO_SUMS:
-        z1 = acc[own + BLOCK_N // 4]
+        z1 = acc[own + PARTNER]
     if PRE1 != "":
         value, first, second = EPILOGUE(z, z1, bias, bias1, extra)
     elif PRE != "":
@@ -344,25 +394,27 @@ def load_two(array: Array, row, column, m, n):
 
 
 def store_two(array: Array, row, column, m, n, low, high):
-    """Two neighbours in a row of float32, where they are inside."""
+    """Two float32 of a row that are APART columns apart, where they are inside."""
     if PAIRS:
         at = array.address + (row * array.row + column) * 4
         global_store2_f32(at, low, high, (row < m) & (column < n))
     else:
         at = array.address + (row * array.row + column * array.column) * 4
         global_store_f32(at, low, (row < m) & (column < n))
-        global_store_f32(at + 4 * array.column, high, (row < m) & (column + 1 < n))
+        inside = (row < m) & (column + APART < n)
+        global_store_f32(at + 4 * APART * array.column, high, inside)
 
 
 def store_halves(array: Array, row, column, m, n, low, high):
-    """Two neighbours in a row of 16-bit values, where they are inside."""
+    """Two 16-bit values of a row that are APART columns apart, where they are inside."""
     word = PACK(low, high)
     at = array.address + (row * array.row + column * array.column) * 2
     if PAIRS:
         global_store32(at, word, (row < m) & (column < n))
     else:
         global_store16(at, word & 0xFFFF, (row < m) & (column < n))
-        global_store16(at + 2 * array.column, word >> 16, (row < m) & (column + 1 < n))
+        inside = (row < m) & (column + APART < n)
+        global_store16(at + 2 * APART * array.column, word >> 16, inside)
 
 
 def sum_columns(acc, sums, shared, consumer, thread, here: Unit, m, n):

@@ -2,6 +2,7 @@
 
 A sum may have a second term, X1[p] @ Y1[p], whose slices follow those of the first; or there are
 two sums, X[p] @ Y[p] and X[p] @ Y1[p]: a block's first half of columns is of Y, the other of Y1.
+"Woven", Y and Y1 are the even and the odd columns of one array, and so are they in a block.
 
 One block per multiprocessor stays for the whole launch and takes one unit of work (a block of the
 result, or a part of its K) after the other.  Its threads have two roles:
@@ -95,13 +96,13 @@ def gemm(
         map_prefetch(y.map)
         if TWO_TERMS:
             map_prefetch(second.x.map)
-        if TWO_TERMS or TWO_SUMS:
+        if TWO_TERMS or TWO_RIGHTS:
             map_prefetch(second.y.map)
         if OUT == "map":
             map_prefetch(maps.out)
         if EXTRA == "map":
             map_prefetch(maps.extra)
-        if PRE == "map":
+        if PRE == "map" and not WOVEN_OUT:
             map_prefetch(maps.pre)
         if PRE1 == "map":
             map_prefetch(second.pre_map)
@@ -172,10 +173,11 @@ def produce(x: Fetched, y: Fetched, second: Second, shared, work: Work, slice_by
                 fetch_x(second.x, x_at, here.row0, k, x_place, barrier)
                 fetch_y(second.y, x_at + X_BYTES, here.column0, k, y_place, barrier)
             else:
+                column = here.column0 * (Y_COLUMNS // COLUMNS)
                 for _plane in unrolled(PLANES):
                     fetch_x(x, x_at, here.row0, k, x_place, barrier)
-                    fetch_y(y, x_at + X_BYTES, here.column0, k, y_place, barrier)
-                    if TWO_SUMS:
+                    fetch_y(y, x_at + X_BYTES, column, k, y_place, barrier)
+                    if TWO_RIGHTS:
                         y1_place = here.place * second.y.places
                         y1_at = x_at + X_BYTES + 128 * COLUMNS
                         fetch_y(second.y, y1_at, here.column0, k, y1_place, barrier)
@@ -199,7 +201,7 @@ def fetch_x(x: Fetched, at, row0, k, place, barrier):
 def fetch_y(y: Fetched, at, column0, k, place, barrier):
     """A slice of Y, on its way to shared memory."""
     if Y_TURNED:
-        for i in unrolled(COLUMNS // Y_BOX):
+        for i in unrolled(Y_COLUMNS // Y_BOX):
             column = column0 + Y_BOX * i
             tensor_load(at + 128 * Y_BOX * i, y.map, column, k, place, barrier)
     else:

@@ -69,6 +69,10 @@ class Gemm:
     #: Whether there is another bias, and how a third result is stored.
     bias1: bool = False
     pre1: str = ""
+    #: Whether the two sums are of the even and of the odd columns of one array Y, and whether the
+    #: first two results are those of another one.
+    woven: bool = False
+    woven_out: bool = False
     formula: Formula = SUM
     #: Of "residues": a place's number modulo their count chooses one.
     moduli: tuple[int, ...] = ()
@@ -79,12 +83,27 @@ class Gemm:
 
     def __str__(self) -> str:
         layout = f"{'t' if self.x_turned else 'n'}{'t' if self.y_turned else 'n'}"
-        return f"wgmma {self.operands} {layout} {self.tile} -> {self.out}"
+        woven = " woven" * self.woven
+        return f"wgmma {self.operands} {layout} {self.tile}{woven} -> {self.out}"
 
     @property
     def columns(self) -> int:
         """Columns of the result in a block."""
         return self.tile.block_n // (1 + self.two_sums)
+
+    @property
+    def y_columns(self) -> int:
+        """Columns of a slice of a factor Y."""
+        return self.tile.block_n if self.woven else self.columns
+
+    @property
+    def _y_box(self) -> int:
+        return min(64, self.y_columns)
+
+    @property
+    def two_rights(self) -> bool:
+        """Whether the two sums have a factor Y each."""
+        return self.two_sums and not self.woven
 
     @property
     def planes(self) -> int:
@@ -192,7 +211,8 @@ class Gemm:
             self,
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
             " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums"
-            " columns two_terms two_sums two_biases bias1 pre pre1",
+            " columns two_terms two_sums two_rights two_biases bias1 pre pre1 woven woven_out"
+            " y_columns",
         )
         b |= {
             "DEPTH": DEPTHS.get(self.operands, 64),
@@ -200,7 +220,10 @@ class Gemm:
             # 2^32 / STAGES: exact quotients up to 2^28
             "PER_STAGE": -(-(1 << 32) // self.stages),
             "X_BYTES": t.block_m * 128,
-            "Y_BOX": min(64, self.columns),
+            "Y_BOX": self._y_box,
+            # sums of a thread for 8 columns of the result; from one of an element to the other
+            "EACH": 8 if self.woven else 4,
+            "PARTNER": 1 if self.woven else t.block_n // 4,
             "PROMOTE": PROMOTE,
             "BIASES": max(1, self._lines // 128),
             "OWN_STAGING": self.staging_bytes // t.consumers,
@@ -216,22 +239,27 @@ class Gemm:
             "ADD": add(self.values),
             "LOAD_EXTRA": inlined(epilogue.load_two, PAIRS=self.extra_pairs),
             "PRE_SIZE": 2 if self.pre_half else 4,
-            "STORE_PRE": inlined(epilogue.store_two, PAIRS=self.pre == "pairs"),
-            "STORE_OUT": inlined(epilogue.store_two, PAIRS=self.out_pairs),
+            "STORE_PRE": self._stores(epilogue.store_two, self.pre == "pairs"),
+            "STORE_OUT": self._stores(epilogue.store_two, self.out_pairs),
         }
         b |= store_bindings(self.moduli, 64, t.block_n)
         half = "bfloat16" if self.planes > 1 else self.operands
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
         if self.pre_half:
-            pairs = self.pre == "pairs"
-            b["STORE_PRE"] = inlined(epilogue.store_halves, PAIRS=pairs, PACK=b["PACK"])
+            pairs, pack = self.pre == "pairs", b["PACK"]
+            b["STORE_PRE"] = self._stores(epilogue.store_halves, pairs, PACK=pack)
         return b | self._wgmma(KINDS[half])
+
+    def _stores(self, store: Any, pairs: bool, **more: Any) -> Any:
+        """Return what stores a thread's two values of 8 columns of a row, `pairs` as neighbours."""
+        apart = 4 if self.woven else 1
+        return inlined(store, PAIRS=pairs and not self.woven, APART=apart, **more)
 
     def _wgmma(self, kind: str) -> dict[str, Any]:
         """Return the names of the instruction and of its operands' descriptors."""
         t = self.tile
-        box = min(64, self.columns)
+        box = self._y_box
         x_high, x_low = divmod(_descriptor(self.x_turned, 64), 1 << 32)
         y_high, y_low = divmod(_descriptor(self.y_turned, box), 1 << 32)
         # bytes of K (or of 16 rows of K) from one instruction to the next
@@ -248,8 +276,9 @@ class Gemm:
     def schema(self) -> Schema:
         """The arguments: strides are in elements."""
         there = {f"maps_{x}": getattr(self, x) == "map" for x in ("out", "extra", "pre")}
+        there["maps_pre"] &= not self.woven_out
         there |= {"second_x_map": self.two_terms, "second_pre_map": self.pre1 == "map"}
-        there["second_y_map"] = self.two_terms or self.two_sums
+        there["second_y_map"] = self.two_terms or self.two_rights
         maps = ["x_map", "y_map", *(name for name, is_map in there.items() if is_map)]
         return Schema(gemm.gemm, map=" ".join(maps))
 

@@ -38,15 +38,18 @@ from numfuse.backends.cuda.plan.product import (
 )
 
 
-def _boxed(operand: Operand, product: Product, width: int, rows: int) -> TensorMap | None:
+def _boxed(
+    operand: Operand, product: Product, width: int, rows: int, columns: int | None = None
+) -> TensorMap | None:
     """The map by which a 16-bit result or extra operand is moved in boxes of `rows` x `width`."""
+    n = product.n if columns is None else columns
     place, row, column = operand.strides
     if product.places > 1 and place == 0:
         return None
-    fit = fitted(operand, product.m, product.n, row, column, product.places)
+    fit = fitted(operand, product.m, n, row, column, product.places)
     if fit is None:
         return None
-    sizes = product.n, product.m, product.places
+    sizes = n, product.m, product.places
     made = TensorMap(operand.dtype, sizes, fit, (width, rows))
     return made if made.possible() else None
 
@@ -120,8 +123,11 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
 
 def _stored_by_rows(product: Product, kind: str) -> bool:
     """Return whether a 16-bit result has rows that the copy engine does not take."""
-    _, row, column = product.out.strides
-    fit = fitted(product.out, product.m, product.n, row, column, product.places)
+    out, n = product.out, product.n
+    if product.woven_out:
+        out, n = product.wide("out"), 2 * n
+    _, row, column = out.strides
+    fit = fitted(out, product.m, n, row, column, product.places)
     return kind in HALF and fit is None
 
 
@@ -140,15 +146,8 @@ def plan_with(
     columns = tile.block_n // (1 + product.has_two_sums)
     row_blocks, column_blocks = -(-m // tile.block_m), -(-n // columns)
     units = row_blocks * column_blocks * places * parts
-    found: dict[str, Factor] = {}
-    for name, block in ("x", tile.block_m), ("y", columns), ("x1", tile.block_m), ("y1", columns):
-        if getattr(product, name) is not None:
-            factor = factor_of(product, name, kind, block)
-            like = found.get(name[0], factor)
-            if factor is None or like is None or like.turned != factor.turned:
-                return None
-            found[name] = factor
-    if units >= 1 << 31:
+    found = _factors(product, kind, tile, columns)
+    if found is None or units >= 1 << 31:
         return None
     x, y = found["x"], found["y"]
     planes = Planes.padded(product, parts)
@@ -158,7 +157,7 @@ def plan_with(
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.planes * sum(
         64 * b * 2 if f.turned else 128 * f.map.box[1]
-        for f, b in ((x, tile.block_m), *[(y, columns)] * (1 + product.has_two_sums))
+        for f, b in ((x, tile.block_m), *[(y, gemm.y_columns)] * (1 + gemm.two_rights))
     )
     there = {name: Fetched(Derived(f.slot, f.map), f.places, f.plane) for name, f in found.items()}
     maps = {
@@ -192,6 +191,30 @@ def plan_with(
     return replace(made, part=part_slices if parts > 1 else 0)
 
 
+def _factors(
+    product: Product, kind: str, tile: HopperTile, columns: int
+) -> dict[str, Factor] | None:
+    """How a kernel with so many columns of the result in a block gets its factors.
+
+    Factors that are the even and the odd columns of one array are this one, as "y".
+    """
+    right = columns
+    names = "x", "y", "x1", "y1"
+    if product.woven:
+        product = replace(product, n=2 * product.n, y=product.wide("y"))
+        right, names = tile.block_n, ("x", "y")  # type: ignore[assignment]
+    found: dict[str, Factor] = {}
+    for name in names:
+        if getattr(product, name) is not None:
+            block = tile.block_m if name[0] == "x" else right
+            factor = factor_of(product, name, kind, block)
+            like = found.get(name[0], factor)
+            if factor is None or like is None or like.turned != factor.turned:
+                return None
+            found[name] = factor
+    return found
+
+
 class _Ways(NamedTuple):
     """How the result leaves a block and the residual or grad comes to it (`Gemm.out`, `.extra`)."""
 
@@ -212,10 +235,15 @@ def _ways(product: Product, out: Operand, width: int) -> _Ways:
     extra_map = None if extra is None or line else _boxed(extra, product, width, 64)
     # by warps, or by groups where the residual or grad takes the same way
     rows = 16 if extra_map is None else 64
-    out_map = _boxed(out, product, width, rows)
+    if product.woven_out:
+        out_map = _boxed(product.wide("out"), product, width, rows, 2 * product.n)
+    else:
+        out_map = _boxed(out, product, width, rows)
     if out_map is None:
         return _Ways("rows", "" if extra is None else "line" if line else "rows")
     way = "" if extra is None else "line" if line else "rows" if extra_map is None else "map"
+    if product.woven_out:
+        return _Ways("map", way, out_map, extra_map)
     pres = [x for x in (product.pre, product.pre1) if x is not None and x.dtype in HALF]
     # (pieces of three results as wide as those of two would take a stage of the ring)
     narrow = width if len(pres) < 2 else 32
@@ -241,7 +269,8 @@ def _gemm(
     """The kernel, of which the result is `out`."""
     n, pre, extra = product.n, product.pre, product.extra
     pairs = all(x is None or x.in_wholes(n, 2) for x in (pre, product.pre1))
-    stored = "map" if ways.pre_map else "pairs" if pairs else "single"
+    woven_out = product.woven_out and ways.out == "map"
+    stored = "map" if ways.pre_map or woven_out else "pairs" if pairs else "single"
     return Gemm(
         kind,
         x.turned,
@@ -259,6 +288,8 @@ def _gemm(
         bias1=product.bias1 is not None,
         two_terms=product.x1 is not None,
         two_sums=product.has_two_sums,
+        woven=product.woven,
+        woven_out=woven_out,
         pre_half=pre is not None and pre.dtype in HALF,
         # short: the sums themselves are good to some units in the last place
         formula=formula(
