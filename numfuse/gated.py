@@ -1,8 +1,8 @@
 """Hop 1 of the gated layer: two products of one left factor, their gate, and all derivatives.
 
 The conventions are those of :mod:`numfuse.functional` and :mod:`numfuse.differentials`. The two
-weights may be views of one array (halves, or every other column), which are not copied for that
-(docs/cuda.md tells of second derivatives).
+weights may be views of one array (halves, or every other column). No copy of them is made, but of
+alternate columns on CUDA, unless NUMFUSE_CUDA_ALTERNATE=1 is in the environment (docs/cuda.md).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -101,6 +102,11 @@ class Recorded(NamedTuple):
                     if ranges[j] != ranges[i] or (i, j) not in self.same:
                         return True
         return False
+
+
+#: Whether alternate columns of one array are read as that array. Off by default, as a simulator and
+#: an assembler alone have run the kernels of it; else each weight is copied where it must be.
+ALTERNATE = os.environ.get("NUMFUSE_CUDA_ALTERNATE") == "1"
 
 
 def alignment_of(at: int) -> int:
@@ -220,7 +226,8 @@ def record(
     ghosts |= words
 
     # one of two arrays that are parts of another one is told of by the other one's address
-    behind = _behind(arrays) if min(alignments.values(), default=16) < 16 else {}
+    odd = ALTERNATE and min(alignments.values(), default=16) < 16
+    behind = _behind(arrays) if odd else {}
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         if name in words:
