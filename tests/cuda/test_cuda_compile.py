@@ -374,7 +374,7 @@ CASES = [
     taken("cores", CORES, product(4096, 4096, 512, "float32", x_turned=True, function="gelu"),
           AMPERE, ("fma.rn.f32", "cp.async.cg.shared.global.L2::128B", "ld.shared.v4.f32")),
     taken("cores, factors turned by registers", CORES,
-          product(512, 1024, 512, "float32", y_turned=True, function="silu", slope=True),
+          product(256, 512, 512, "float32", y_turned=True, function="silu", slope=True),
           HOPPER, ("fma.rn.f32", "ld.global.v4.f32")),
     taken("cores, factors copied before", CORES,
           product(4095, 4097, 4099, "float32", y_turned=True, alignment=4), HOPPER,

@@ -46,7 +46,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def suite(files: Iterable[str], *options: str, **variables: str) -> once.Process:
-    words = [sys.executable, "-m", "pytest", "-rp", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", "-rpfE", "-p", "no:cacheprovider"]
     paths = [f"tests/{file}" for file in files]
     return once.Process(lambda _: [*words, *paths, *options], {**ENVIRONMENT, **variables})
 
