@@ -118,8 +118,9 @@ def beside(addresses: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Return which arrays begin less than 16 bytes behind another one: theirs, its place, bytes.
 
     Alternate columns of one array are such a pair. Of several others the first in memory counts.
+    Without `ALTERNATE` nobody asks, and none is found.
     """
-    if not reduce(or_, addresses, 0) & 15:
+    if not ALTERNATE or not reduce(or_, addresses, 0) & 15:
         return ()  # one of such two begins at no multiple of 16
     found = []
     for j, later in enumerate(addresses):
@@ -226,8 +227,7 @@ def record(
     ghosts |= words
 
     # one of two arrays that are parts of another one is told of by the other one's address
-    odd = ALTERNATE and min(alignments.values(), default=16) < 16
-    behind = _behind(arrays) if odd else {}
+    behind = _behind(arrays)
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         if name in words:

@@ -66,6 +66,11 @@ class Tile:
         return 2 * self.few if self.slice and self.nr > self.few else self.few
 
     @property
+    def fetches(self) -> int:
+        """Return the registers of what :func:`fetch` has: X's values, and the first row of Y's."""
+        return self.few * self.mr + self.nr
+
+    @property
     def stage(self) -> int:
         """Return the values of a slice, whichever way it lies."""
         return max(self.slice * self.pitch, self.width * self.back_pitch)
@@ -184,11 +189,6 @@ def _simulated(tile: Tile, place_of: Any) -> Any:
     return simulated
 
 
-def ahead(tile: Tile) -> int:
-    """Return the registers of what :func:`fetch` has: X's values, and the first row of Y's."""
-    return tile.few * tile.mr + tile.nr
-
-
 def _fetched(builder: Any, tile: Tile, x: Any, y: Any) -> list[Any]:
     left = [value for run in _left(builder, tile, x) for value in run]
     return left + _row_of(builder, tile, y, 0)
@@ -225,7 +225,7 @@ def rows_fetched(tile: Tile) -> Any:
         rows = tile.few * tile.pitch * size
         second = [builder.add(x, I32(tile.few * size)), builder.add(y, I32(rows))]
         total = read_registers(builder, sums, 0, tile.sums)
-        held = read_registers(builder, ahead, 0, tile.few * tile.mr + tile.nr)
+        held = read_registers(builder, ahead, 0, tile.fetches)
         for here, there in ((y, second), (second[1], after)):
             left = [held[i * tile.few : (i + 1) * tile.few] for i in range(tile.mr)]
             right = held[tile.few * tile.mr :]

@@ -25,7 +25,7 @@ from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
-from numfuse.backends.cuda.plan.tiers import stay_whole, takes_pairs, takes_rich, takes_woven
+from numfuse.backends.cuda.plan.tiers import stay_whole, takes_pairs, takes_rich
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import inputs as leaves_of
 from numfuse.language.curves import leaf, rebuilt, replace_leaves
@@ -91,7 +91,7 @@ def _alternates(
     others = [x for x in p.products.values() if x is not terms]
     if len(terms) != 2 or any(len(x) > 1 for x in others):
         return False
-    if not takes_woven(p.dtype.name, rec.device.info):
+    if not takes_rich(p.dtype.name, rec.device.info):
         return False
     names = [right.name for _, right in terms if right.turned and right.name in p.arrays]
     return len(names) == 2 and bind(names[0]).woven_with(bind(names[1])) is not None
@@ -302,7 +302,7 @@ class _Elements:
         made: set[str] = set()
         storage, info = self.p.dtype.name, self.rec.device.info
         cores = storage == "float32" and takes_pairs(storage, info, self.rec.precision_of(storage))
-        if not (cores or takes_woven(storage, info)):
+        if not (cores or takes_rich(storage, info)):
             return made
         for (name, (x, y)), (other, (x1, y1)) in itertools.combinations(products, 2):
             alike = x == x1 and self.bind(y).woven_with(self.bind(y1)) is not None

@@ -306,7 +306,7 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SQUARE_ACROSS": tile.width // tile.nr,
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
         "FETCHED": s.is_roomy,
-        "FETCHES": max(network_tiles.ahead(tile), s.at_once * s.members),
+        "FETCHES": max(tile.fetches, s.at_once * s.members),
         "EARLY": real == "float32" and not tile.tensor,
         "PLANE": s.squares * itemsize,
         "FULL": all(width == tile.width for width in s.widths[1:-1]),

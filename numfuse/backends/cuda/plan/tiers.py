@@ -36,17 +36,15 @@ _PAIR_TILES = {"float32": tiling.CORE_BLOCKS, "float64": tiling.DOUBLE_BLOCKS}
 
 
 def takes_rich(dtype: str, info: DeviceInfo) -> bool:
-    """Return whether a tier of this device takes rich products of factors of a dtype."""
+    """Return whether a tier of this device takes rich products of factors of a dtype.
+
+    Such a tier also takes two sums whose columns alternate in one array without a copy.
+    """
     return dtype in HALF and available(info)
 
 
 #: The tiers that take rich products.
 _RICH = WGMMA, CORES, TENSOR_CORES
-
-
-def takes_woven(dtype: str, info: DeviceInfo) -> bool:
-    """Return whether a tier takes two sums whose columns alternate in one array without a copy."""
-    return takes_rich(dtype, info)
 
 
 def takes_pairs(dtype: str, info: DeviceInfo, precision: str) -> bool:

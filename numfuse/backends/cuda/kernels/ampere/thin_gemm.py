@@ -12,7 +12,7 @@ from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, most,
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.epilogue import element
+from numfuse.backends.cuda.kernels.ampere.finish import bias_of, finish_sum
 
 i32, i64 = np.int32, np.int64
 
@@ -155,9 +155,8 @@ def finish(memory, ends: Ends, sums, m, n, t, place, plane, column0):
     column = i64(column0 + lane)
     inside_n = column0 + lane < n
     offset = ACCUMULATOR(0)
-    if BIAS:
-        if inside_n:
-            offset = LOAD_BIAS(ends.bias.address + element(ends.bias, place, 0, column))
+    if inside_n:
+        offset = bias_of(ends, place, column)
     row_here = i32(warp)
     while row_here < ROWS:
         row = i64(row_here)
@@ -167,15 +166,7 @@ def finish(memory, ends: Ends, sums, m, n, t, place, plane, column0):
             value = TAKE_ONE(at)
             for w in unrolled(1, WARPS):
                 value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * SIZE)))
-            added = ACCUMULATOR(0)
-            if EXTRA:
-                added = LOAD_EXTRA(ends.extra.address + element(ends.extra, place, row, column))
-            if PRE:
-                result, value = EPILOGUE(value, offset, added)
-                STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), value)
-            else:
-                result = EPILOGUE(value, offset, added)
-            STORE_OUT(ends.out.address + element(ends.out, plane, row, column), result)
+            result = finish_sum(value, offset, ends, place, plane, row, column)
         if SUMS:
             # behind the chains' sums, which other warps may still read
             PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * SIZE), result)

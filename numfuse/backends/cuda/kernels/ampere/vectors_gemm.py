@@ -25,7 +25,7 @@ from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, share
 from numfuse.backends.cuda.compile.schema import Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.epilogue import element
+from numfuse.backends.cuda.kernels.ampere.finish import bias_of, finish_sum
 
 i32, i64 = np.int32, np.int64
 
@@ -198,17 +198,8 @@ def finish(memory, ends: Ends, sums, m, n, t, few, lines, place, plane, first):
             for x in unrolled(1, SHARERS // STEP):
                 value = value + TAKE_ONE(take_line(memory, own, s, i32(x * STEP)))
             row, column = (i64(line), i64(s)) if COLUMNS else (i64(s), i64(line))
-            offset, added = ACCUMULATOR(0), ACCUMULATOR(0)
-            if BIAS:
-                offset = LOAD_BIAS(ends.bias.address + element(ends.bias, place, 0, column))
-            if EXTRA:
-                added = LOAD_EXTRA(ends.extra.address + element(ends.extra, place, row, column))
-            if PRE:
-                result, value = EPILOGUE(value, offset, added)
-                STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), value)
-            else:
-                result = EPILOGUE(value, offset, added)
-            STORE_OUT(ends.out.address + element(ends.out, plane, row, column), result)
+            offset = bias_of(ends, place, column)
+            result = finish_sum(value, offset, ends, place, plane, row, column)
         if SUMS:
             PUT_ONE(i32(memory + (TOTAL * PITCH + number) * SIZE), result)
         number = i32(number + THREADS)
