@@ -29,7 +29,7 @@ from numfuse.errors import BackendUnavailable
 
 INNER = os.environ.get(host.TILES_VARIABLE)
 here = pytest.mark.skipif(
-    host.tiles_of_parts() is None, reason=f"no AMX tiles here: {host.parts_refused()}"
+    host.tiles_of_parts() is None, reason=f"no AMX tiles here: {host.tiles_refused('bf16x6')}"
 )
 MODES = tuple(tiling.PARTS)
 #: What the products that are left out may be, of |x| |y|.
@@ -329,7 +329,7 @@ def test_a_repeated_call_keeps_the_precision_that_it_was_made_with():
     a, b = numbers(rng, (64, 100)), numbers(rng, (100, 64))
     seen = {}
     for _ in range(3):
-        for mode in face.PRECISIONS:
+        for mode in ("ieee", *MODES):
             with nf.use_backend("cpu", precision=mode):
                 out = nf.matmul_bias_activation(a, b)
             assert (seen.setdefault(mode, out) == out).all()
@@ -338,9 +338,9 @@ def test_a_repeated_call_keeps_the_precision_that_it_was_made_with():
 
 
 def test_what_a_processor_lacks_is_said(monkeypatch):
-    for name in ("tf32", "int8", 3):
+    for name in ("tf32", "int8:7", 3):
         with pytest.raises(
-            ValueError, match=r"^precision must be one of 'ieee', 'bf16x6', 'bf16x3'"
+            ValueError, match=r"^precision must be one of 'ieee', 'bf16x6', 'bf16x3', 'int8', "
         ):
             nf.use_backend("cpu", precision=name)
     with pytest.raises(ValueError, match=r"^device must be None for the backend 'cpu', got 1"):
@@ -351,11 +351,18 @@ def test_what_a_processor_lacks_is_said(monkeypatch):
     told = r"precision 'bf16x6' needs AMX tiles of bfloat16, and .* lacks amx-bf16, avx512bw"
     with pytest.raises(BackendUnavailable, match=told):
         nf.use_backend("cpu", precision="bf16x6")
-    assert face.BACKEND.describe()["float32 precisions"] == "ieee"
+    monkeypatch.setattr(host, "tiles_of_residues", lambda: None)
+    told = r"precision 'int8:14' needs AMX tiles of 8 bits, and .* lacks amx-int8, avx512bw"
+    with pytest.raises(BackendUnavailable, match=told):
+        nf.use_backend("cpu", precision="int8:14")
+    assert face.BACKEND.describe()["precisions"] == "ieee"
 
 
 _CODE = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-_WORDS = [sys.executable, "-c", _CODE, "-q", "-x", "-p", "no:cacheprovider", __file__]
+_OTHERS = "test_cpu_residues.py", "../conformance/test_integers.py"
+_FILES = [__file__, *(os.path.join(os.path.dirname(__file__), name) for name in _OTHERS)]
+_WORDS = [sys.executable, "-c", _CODE, "-q", "-x", "-p", "no:cacheprovider", *_FILES]
+_WORDS += ["-k", "not cuda and not errors and not forwards"]  # (these compile much)
 EMULATED = once.Process(lambda _: _WORDS, {host.TILES_VARIABLE: "emulated"})
 
 

@@ -25,6 +25,7 @@ from unittest import mock
 import numpy as np
 import once
 import pytest
+import weekly
 from conftest import SIMULATED, unavailable
 
 import numfuse as nf
@@ -62,7 +63,6 @@ try:
     from numfuse.backends.cuda.kernels.mirror import MIRROR
     from numfuse.backends.cuda.kernels.pointwise import Result, Source
     from numfuse.backends.cuda.kernels.residues import tier as residue_tier
-    from numfuse.backends.cuda.kernels.residues.moduli import Residues
     from numfuse.backends.cuda.kernels.small import SMALL
     from numfuse.backends.cuda.plan import networks
     from numfuse.backends.cuda.plan.jets import jet as record_jet
@@ -75,6 +75,7 @@ try:
         Slot,
     )
     from numfuse.backends.cuda.plan.program import Recorder, View, strides_of
+    from numfuse.moduli import Residues
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -759,7 +760,7 @@ SELDOM = (
     "value bfloat16 (64, 64, 64, 64, 64), tanh", "sums of columns, T4", "finish bfloat16",
     "float64 in layout 11", "float32 in layout 11", "two sums of any alignment",
 )  # fmt: skip
-if not os.environ.get("NUMFUSE_TEST_ALL"):
+if not weekly.ALL:
     CASES = [case for case in CASES if not any(part in case.name for part in SELDOM)]
 
 

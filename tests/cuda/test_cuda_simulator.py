@@ -60,10 +60,10 @@ INTEGERS = suite(
     NUMFUSE_TEST_PRECISION="int8",
 )
 NAMES = (
-    "along", "arrays", "cut", "frames", "fused", "members", "networks", "residues", "series",
-    "small", "tuned", "values",
+    "along", "arrays", "cut", "frames", "fused", "members", "networks", "series", "small", "tuned",
+    "values",
 )  # fmt: skip
-ARRAYS = suite(f"cuda/test_cuda_{name}.py" for name in NAMES)
+ARRAYS = suite(["conformance/test_integers.py", *(f"cuda/test_cuda_{name}.py" for name in NAMES)])
 
 
 def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():

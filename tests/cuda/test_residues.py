@@ -16,9 +16,9 @@ from conftest import SIMULATED, unavailable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from numfuse import moduli
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.kernels.residues import moduli
-from numfuse.backends.cuda.kernels.residues.moduli import MODULI, Residues, residues
+from numfuse.moduli import MODULI, Residues, residues
 
 try:
     from cuda_devices import ADA, AMPERE, HOPPER, TURING

@@ -110,7 +110,7 @@ _Operands = tuple[Operand | None, ...]
 _WORDS = (
     protocol.DESCRIPTOR["D_A"],
     protocol.DESCRIPTOR["D_B"],
-    *range(protocol.D_SLOTS, protocol.D_SLOTS + 3 * protocol.MOST_SLOTS, 3),
+    *range(protocol.D_SLOTS, protocol.D_SLOTS + 3 * len(protocol.SLOTS), 3),
 )
 
 
@@ -126,10 +126,10 @@ class Axes(NamedTuple):
     sums: int = 1
 
 
-_NO_AXES = Axes([])
+NO_AXES = Axes([])
 
 
-def _axes(batch: tuple[int, ...], operands: _Operands, summed: tuple[int, ...] = ()) -> Axes:
+def make_axes(batch: tuple[int, ...], operands: _Operands, summed: tuple[int, ...] = ()) -> Axes:
     """Return the axes of a batch; an operand that is broadcast along one has the stride 0."""
     outer: list[int] = []
     inner: list[int] = []
@@ -148,7 +148,7 @@ def _axes(batch: tuple[int, ...], operands: _Operands, summed: tuple[int, ...] =
     return Axes(outer + inner, *counts, *elements)
 
 
-def _plan(
+def make_plan(
     cell: Kernel,
     head: dict[str, int],
     operands: _Operands,
@@ -235,7 +235,7 @@ def product(
     operands = (a, b, *slots.all())
     (*_, m, k), n = a.shape, b.shape[-1]
     (*_, a_row, a_k), (*_, b_k, b_column) = a.strides, b.strides
-    axes = _axes(batch, operands, summed) if batch else _NO_AXES
+    axes = make_axes(batch, operands, summed) if batch else NO_AXES
     if m == 0 or n == 0 or axes.elements == 0:
         return None
     # Rows of the partial column sums belong to whole chunks.
@@ -262,7 +262,7 @@ def product(
         t = tiling.thin(n, k, axes.elements, count, r, r.chunk if chunked else r.mr)
         cell = library.thin_cell(acc, b_column == b.itemsize)
         held = 0 if rows is None else rows.held
-        return _plan(cell, head, operands, axes, t, r, count, (row,), held=held)
+        return make_plan(cell, head, operands, axes, t, r, count, (row,), held=held)
     count = 1 if fmas < tiling.parallel_fmas(r) else threads
     steps = (b_k, b_column) if b.fmt == acc and not split else None
     unit = r.mr
@@ -288,7 +288,7 @@ def product(
     by_columns = a_row == a.itemsize != a_k
     group = r.column_group if by_columns else 1
     others, held = (row, pack_a, pack_b), 0 if rows is None else rows.held
-    return _plan(cell, head, operands, axes, t, r, count, others, group, tier, held)
+    return make_plan(cell, head, operands, axes, t, r, count, others, group, tier, held)
 
 
 def rows(
@@ -314,7 +314,7 @@ def rows(
     None where there is nothing to compute.
     """
     operands = (None, None, *slots.all())
-    axes = _axes(batch, operands) if batch else _NO_AXES
+    axes = make_axes(batch, operands) if batch else NO_AXES
     elements = m * n * axes.elements
     if elements == 0:
         return None
@@ -334,7 +334,7 @@ def rows(
     r = library.registers("float64")
     cell = cell or library.elementwise_cell()
     others = (row,) if stream is None else (row, stream)
-    return _plan(cell, head, operands, axes, t, r, count, others, held=held)
+    return make_plan(cell, head, operands, axes, t, r, count, others, held=held)
 
 
 def join(
@@ -353,7 +353,7 @@ def join(
     """
     operands = (None, None, *Slots(extra=before, out=out, pre=after, sums=sums).all())
     *batch, rows, n = sums.shape
-    axes = _axes(tuple(batch), operands) if batch else _NO_AXES
+    axes = make_axes(tuple(batch), operands) if batch else NO_AXES
     elements = n * axes.elements
     if elements == 0:
         return None
@@ -362,4 +362,4 @@ def join(
     head = {"D_M": 1, "D_N": n, "D_K": rows}
     t = tiling.elementwise(1, max(n, tiling.TOTAL_LANES), 1)
     r = library.registers("float64")
-    return _plan(cell, head, operands, axes, t, r, count)
+    return make_plan(cell, head, operands, axes, t, r, count)

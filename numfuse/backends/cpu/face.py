@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numfuse import epilogues
+from numfuse import epilogues, moduli
 from numfuse.backends import OneRun, Traits
 from numfuse.backends.cpu import (
     fused,
@@ -19,6 +19,7 @@ from numfuse.backends.cpu import (
     layers,
     network_calls,
     networks,
+    residues,
     second_calls,
     tiling,
 )
@@ -35,9 +36,9 @@ from numfuse.runtime.replay import Recording, Replay
 if TYPE_CHECKING:
     from numfuse.activations import Activation
 
-#: How products of float32 are made: as IEEE 754 says, or of three or two bfloat16 parts each (six
-#: or three products) by AMX tiles.
-PRECISIONS = ("ieee", *tiling.PARTS)
+#: How products are made: as IEEE 754 says; those of float32 of three or two bfloat16 parts each
+#: (six or three products), those of float64 of residues of 8 bits, both by AMX tiles.
+PRECISIONS = ("ieee", *tiling.PARTS, *moduli.precisions())
 
 #: What records each kind of problem.
 _RECORD: dict[str, Callable[[Any, Sequence[str], int, str], Program]] = {
@@ -55,8 +56,8 @@ class CpuBackend(OneRun):
 
     Parameters
     ----------
-    precision : {"ieee", "bf16x6", "bf16x3"}
-        Of float32 products.
+    precision : {"ieee", "bf16x6", "bf16x3", "int8", "int8:8" to "int8:20"}
+        Of float32 products, or ("int8", with so many moduli) of float64 products.
     """
 
     name = "cpu"
@@ -88,14 +89,17 @@ class CpuBackend(OneRun):
         if device is not None:
             raise ValueError(f"device must be None for the backend 'cpu', got {device!r}")
         if precision not in (None, *PRECISIONS):
-            known = ", ".join(map(repr, PRECISIONS))
+            known = ", ".join(map(repr, (*PRECISIONS[:3], moduli.NAME)))
             raise ValueError(
-                f"precision must be one of {known} or None for the backend 'cpu', got {precision!r}"
+                f"precision must be one of {known}, 'int8:{moduli.FEWEST}' to "
+                f"'int8:{moduli.MOST}' or None for the backend 'cpu', got {precision!r}"
             )
-        if precision in tiling.PARTS and host.tiles_of_parts() is None:
+        if precision not in (None, "ieee") and not _has_tiles(precision):
+            what = "bfloat16" if precision in tiling.PARTS else "8 bits"
             raise BackendUnavailable(
                 self.name,
-                f"precision {precision!r} needs AMX tiles of bfloat16, and {host.parts_refused()}",
+                f"precision {precision!r} needs AMX tiles of {what}, and "
+                f"{host.tiles_refused(precision)}",
             )
         return _of(self.precision if precision is None else precision)
 
@@ -147,8 +151,8 @@ class CpuBackend(OneRun):
             "half products": {
                 fmt: host.product_name(host.product(fmt), fmt) for fmt in ("float16", "bfloat16")
             },
-            "float32 precisions": ", ".join(
-                PRECISIONS if host.tiles_of_parts() is not None else PRECISIONS[:1]
+            "precisions": ", ".join(
+                x for x in (*PRECISIONS[:3], moduli.NAME) if x == "ieee" or _has_tiles(x)
             ),
             "register tile": {
                 acc: f"{r.mr} x {r.nr}"
@@ -213,15 +217,23 @@ class CpuBackend(OneRun):
 
 
 def _splits(p: Any, precision: str) -> bool:
-    """Whether the products of a problem are made of parts, where a precision asks for it.
+    """Whether the products of a problem are made of parts or residues, as a precision asks.
 
     All of them or none, whatever blocks they come in: so a row, and a pre-activation that is made
     again, have the same bits.
     """
-    if format_of(p.dtype) != "float32":
+    fmt, rows_ = format_of(p.dtype), p.m * math.prod(p.batch) * (getattr(p, "members", None) or 1)
+    if precision not in tiling.PARTS:
+        return fmt == "float64" and residues.takes(rows_, p.n, p.k, precision)
+    if fmt != "float32":
         return False
-    rows_ = p.m * math.prod(p.batch) * (getattr(p, "members", None) or 1)
     return bool(min(rows_, p.n, p.k) >= tiling.LEAST_SPLIT[precision])
+
+
+def _has_tiles(precision: str) -> bool:
+    """Whether this process has the tiles of a precision."""
+    parts = precision in tiling.PARTS
+    return (host.tiles_of_parts() if parts else host.tiles_of_residues()) is not None
 
 
 def _takes_threads(p: Any) -> bool:

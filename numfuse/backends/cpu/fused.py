@@ -25,6 +25,7 @@ from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, merged, rec
 from numfuse.backends.cpu.sums import Partials, partial_sums
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import leaf, replace_leaves
+from numfuse.moduli import count_of
 from numfuse.problem.operands import format_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def fused(p: FusedProblem, names: Sequence[str], threads: int, precision: str = 
     itemsize = wide * vectors.itemsize(acc) + held * vectors.itemsize(library.grad_pre_format(fmt))
     itemsize = max(itemsize, summing * vectors.itemsize(acc))
     blocks = max(1, p.m), max(1, math.prod(p.batch))
-    if itemsize:
+    if itemsize and not count_of(precision):  # (a block would make residues of b anew)
         kept = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, kept, itemsize, library.chunk(fmt))
     part = Part(arrays, *blocks, partial(work, p), _by_rows(p), (*p.summed, *p.products))

@@ -142,9 +142,8 @@ def product(fmt: str) -> str:
     Dot products and tiles take bfloat16 (and tiles of some processors float16) as it is stored.
     """
     have = features()
-    told: Any = config
-    if told.CPU_NAME is not None or told.CPU_FEATURES is not None or not told.ENABLE_AVX:
-        return "fma"  # Numba was told to compile for another processor
+    if _is_told_of_another():
+        return "fma"
     if vector_bytes() != 64 or not {"avx512bw", "avx512vl"} <= have:
         return "fma"  # packing is written in 512 bits
     unit = {"bfloat16": "amx-bf16", "float16": "amx-fp16"}.get(fmt)
@@ -168,12 +167,32 @@ def tiles_of_parts() -> str | None:
     return "amx" if product("bfloat16") == "amx" else None
 
 
-def parts_refused() -> str:
-    """Return why this process has no products of bfloat16 parts."""
+@functools.cache
+def tiles_of_residues() -> str | None:
+    """Return what multiplies the 8-bit residues of float64: "amx", "emulated", or None."""
+    if os.environ.get(TILES_VARIABLE) == "emulated":
+        return "emulated"
+    if _is_told_of_another() or not _RESIDUES_NEED <= features() or vector_bytes() != 64:
+        return None
+    return "amx" if tiles_permitted() else None
+
+
+def _is_told_of_another() -> bool:
+    """Whether Numba was told to compile for another processor."""
     told: Any = config
-    if told.CPU_NAME is not None or told.CPU_FEATURES is not None or not told.ENABLE_AVX:
+    return told.CPU_NAME is not None or told.CPU_FEATURES is not None or not told.ENABLE_AVX
+
+
+#: The features of processors that products of parts, and of residues, are made with.
+_PARTS_NEED = frozenset({"amx-tile", "amx-bf16", "avx512bw", "avx512vl"})
+_RESIDUES_NEED = frozenset({"amx-tile", "amx-int8", "avx512bw", "avx512dq", "avx512vl"})
+
+
+def tiles_refused(precision: str) -> str:
+    """Return why this process has no products of bfloat16 parts, or of residues of 8 bits."""
+    if _is_told_of_another():
         return "Numba is told to compile for another processor"
-    lacking = sorted({"amx-tile", "amx-bf16", "avx512bw", "avx512vl"} - features())
+    lacking = sorted((_PARTS_NEED if precision in PARTS else _RESIDUES_NEED) - features())
     if lacking:
         return f"{name()} lacks {', '.join(lacking)}"
     return "the operating system does not let this process use AMX tiles (Linux from 5.16 on does)"

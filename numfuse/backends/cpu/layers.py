@@ -41,6 +41,7 @@ from numfuse.backends.cpu.schedule import (
     scattered,
 )
 from numfuse.backends.cpu.sums import Partials, partial_sums
+from numfuse.moduli import count_of
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import as_one
 
@@ -81,6 +82,8 @@ def backward(
     if not p.activation.is_identity:
         held = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, held, size, chunk)
+        if count_of(precision):  # each block would make residues of b anew, larger than grad_pre
+            blocks = max(1, p.m), max(1, math.prod(p.batch))
         whole = Part(arrays, *blocks, partial(_backward, p))
         return record(p, names, [whole], threads, precision=precision)
     # No grad_pre has to be held: the products in one piece, the partial sums of d_bias in blocks
@@ -126,11 +129,11 @@ def double_backward(
     if identity:
         if "d_grad" in arrays:
             work = partial(_moved, p, "d_grad")
-            parts.append(Part(_less(arrays, "pre", "d_a", "d_b"), *_rows(p), work))
+            parts.append(Part(_less(arrays, "pre", "d_a", "d_b"), *_rows(p, precision), work))
         if "d_a" in arrays or "d_b" in arrays:
             parts.append(_whole(p, _less(arrays, "pre", "d_grad"), _linear))
     elif any(name in arrays for name in there):
-        parts.append(Part(arrays, *_rows(p), partial(_double_backward, p, bent)))
+        parts.append(Part(arrays, *_rows(p, precision), partial(_double_backward, p, bent)))
     return record(p, names, parts, threads, zeroed, precision=precision)
 
 
@@ -143,7 +146,7 @@ def tangent(
     if moved and not p.activation.is_identity:
         # A tangent of the bias alone is read as it is: no T is held that a block would bound.
         products = "u" in arrays or "v" in arrays
-        blocks = _rows(p) if products else (max(1, p.m), max(1, math.prod(p.batch)))
+        blocks = _rows(p, precision) if products else (max(1, p.m), max(1, math.prod(p.batch)))
         whole = Part(arrays, *blocks, partial(_tangent, p))
         return record(p, names, [whole], threads, precision=precision)
     parts = []
@@ -151,7 +154,7 @@ def tangent(
         parts.append(_whole(p, _less(arrays, "u", "v", "w", "z", "out_dot"), _forward))
     if moved:
         work = partial(_moved, p, "out_dot")
-        parts.insert(0, Part(_less(arrays, "residual", "out"), *_rows(p), work))
+        parts.insert(0, Part(_less(arrays, "residual", "out"), *_rows(p, precision), work))
     zeroed = [] if moved else [names.index("out_dot")]
     return record(p, names, parts, threads, zeroed, precision=precision)
 
@@ -167,8 +170,10 @@ def _whole(p: Any, arrays: Mapping[str, Operand], work: Any) -> Part:
     return Part(arrays, count, max(1, math.prod(p.batch)), partial(work, p))
 
 
-def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem) -> tuple[int, int]:
+def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem, precision: str) -> tuple[int, int]:
     """Return rows and batch elements of a block in which T, Q and S are held."""
+    if count_of(precision):
+        return max(1, p.m), max(1, math.prod(p.batch))
     fmt = format_of(p.dtype)
     held = p.k if p.dtype != p.acc_dtype else 0
     itemsize = p.acc_dtype.itemsize + 2 * vectors.itemsize(library.grad_pre_format(fmt))

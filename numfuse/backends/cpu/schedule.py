@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numfuse.backends.cpu import descriptors, tiling
+from numfuse.backends.cpu import descriptors, residues, tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, rows
 from numfuse.backends.cpu.launch.sequence import (
@@ -29,6 +29,7 @@ from numfuse.backends.cpu.launch.sequence import (
     temporary,
 )
 from numfuse.backends.cpu.sums import Partials, Turn, copied, growing, join, summed_axes
+from numfuse.moduli import count_of
 from numfuse.problem.operands import address, format_of
 from numfuse.problem.shapes import merge_axes, runs_of_rows
 from numfuse.runtime.specialise import Kernel
@@ -272,9 +273,11 @@ class _Schedule:
         self.own += work.own
         phases: list[list[Plan | None]] = []
         for one in work.passes:
-            phases.append([self._pass(one, batch)])
+            phases += self._pass(one, batch)
         most = max(map(len, work.gradients.values()), default=0)
         after: list[list[Plan | None]] = [[] for _ in range(max(1, most))]
+        # Products whose factors are made ready first, one behind another: they share that memory.
+        behind: list[list[list[Plan | None]]] = [[] for _ in after]
         copies: list[Plan | None] = []
         for name, partials in work.partials.items():
             total, turn, x = totals.get(f"total {name}"), turns[name], operands[name]
@@ -293,34 +296,45 @@ class _Schedule:
                 if left.shape[-2] == 1 != x.shape[-2]:
                     slots = slots.each(_rows_apart)
                     right, members = _rows_apart(right), (*batch, x.shape[-2])
-                after[i].append(
-                    descriptors.product(
-                        left,
-                        right,
-                        row,
-                        slots,
-                        self.threads,
-                        members,
-                        summed,
-                        precision=self.precision,
-                    )
-                )
-        phases += [*after, copies] if copies else after
+                *ahead, made = self._product(left, right, row, slots, members, summed)
+                if ahead:
+                    behind[i] += [*ahead, made]
+                else:
+                    after[i] += made
+        for beside, others in zip(after, behind, strict=True):
+            phases += [beside, *others]
+        if copies:
+            phases.append(copies)
         return [[plan for plan in phase if plan is not None] for phase in phases]
 
-    def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
+    def _product(
+        self,
+        a: Operand,
+        b: Operand,
+        row: Kernel,
+        slots: Slots,
+        batch: tuple[int, ...],
+        summed: tuple[int, ...],
+        turns: bool = True,
+        rows: descriptors.Group | None = None,
+    ) -> list[list[Plan | None]]:
+        """Return the phases of a product: one, or what makes its factors ready before it."""
+        how = a, b, row, slots, self.threads, batch, summed, turns, rows, self.precision
+        if count_of(self.precision):
+            made = residues.product(*how)
+            self.own += made.own
+            return [[*phase] for phase in made.phases]
+        return [[descriptors.product(*how)]]
+
+    def _pass(self, x: Pass, batch: tuple[int, ...]) -> list[list[Plan | None]]:
+        """Return the phases of a pass."""
         if x.factors is not None:
-            return descriptors.product(
-                *x.factors,
-                x.row,
-                x.slots,
-                self.threads,
-                batch if x.batch is None else x.batch,
-                x.summed,
-                turns=not x.across,
-                rows=x.group,
-                precision=self.precision,
-            )
+            batch = batch if x.batch is None else x.batch
+            a, b = x.factors
+            return self._product(a, b, x.row, x.slots, batch, x.summed, not x.across, x.group)
+        return [[self._elements(x, batch)]]
+
+    def _elements(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
         over = x.slots.grad or x.slots.out
         if x.group is not None:
             over = x.slots.out

@@ -167,6 +167,19 @@ GRAD_PRE_ROWS = 512
 KEPT_BYTES = 256 << 20
 
 
+#: Products by residues of 8 bits, in the time of a multiply-add of float64: multiply-adds by one
+#: modulus, and for each modulus the time of an element on its way to residues or back. Measured on
+#: one core of Granite Rapids (0.025 ns), whose tiles random bytes hold at half of their peak: a
+#: product of two tiles takes 11 ns from level 2, of zeros 5.8.
+RESIDUE_SPEED, RESIDUE_ELEMENT = 27, 16
+#: Steps of 64 values of K after which their cells go on to the next panel. With 16 the sums of 32
+#: bits are read and written twice as often: 2-7% slower at 2048 cubed.
+RESIDUE_STEPS = 32
+#: Rows and columns of their cells, at the most: residues of a modulus, of so many steps, and the
+#: sums take 2 MiB, as much as level 2. 256 and 512 are even or slower by 4%.
+RESIDUE_CELL = 384
+
+
 @dataclass(frozen=True, slots=True)
 class Registers:
     """The register tile of one accumulator dtype on one host."""
@@ -366,6 +379,31 @@ def thin(n: int, k: int, batch: int, threads: int, r: Registers, unit: int) -> T
     cell_n, nc = round_up(max(1, -(-n // cells)), wide), THIN_COLUMNS // wide * wide
     kc = k_block(k, r.itemsize, r.kind)
     return Tiling(kc, nc, unit, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0)
+
+
+def residues(m: int, n: int, batch: int, threads: int, unit: int, moduli: int) -> Tiling:
+    """Tiling of a product by residues: cells of whole units of rows, and panels of 32 columns."""
+    rows, columns = max(unit, RESIDUE_CELL // unit * unit), RESIDUE_CELL
+    while True:
+        cells = batch * -(-m // rows) * -(-n // columns)
+        if cells >= CELLS * threads or columns <= 64:
+            break
+        if rows >= columns and rows >= 2 * unit:
+            rows = round_up(rows // 2, unit)
+        else:
+            columns = round_up(columns // 2, 32)
+    rows, columns = min(rows, round_up(m, unit)), min(columns, round_up(n, 32))
+    cells_m, cells_n = -(-m // rows), -(-n // columns)
+    rows, columns = round_up(-(-m // cells_m), unit), round_up(-(-n // cells_n), 32)
+    # Sums of 32 bits, and a byte for each modulus, in float64s.
+    plane = -(-columns * (4 + moduli) // 8)
+    cells_m, cells_n = -(-m // rows), -(-n // columns)
+    return Tiling(8, columns, rows, columns, cells_m, cells_n, 1, rows, plane)
+
+
+def panels(count: int) -> Tiling:
+    """Tiling of a factor that becomes residues, in so many panels of 32 lines."""
+    return Tiling(8, 192, 32, 1, count, 1, 1, 0, 0)
 
 
 def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tuple[int, int]:

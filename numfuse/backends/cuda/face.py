@@ -11,8 +11,8 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import OneRun, Traits
-from numfuse.backends.cuda.kernels.residues.moduli import FEWEST, MOST, precisions
 from numfuse.errors import BackendUnavailable
+from numfuse.moduli import FEWEST, MOST, precisions
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation

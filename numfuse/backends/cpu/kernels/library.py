@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numfuse.backends.cpu import host, tiling
-from numfuse.backends.cpu.kernels import ahead, elementwise, gemm, packing, parts, protocol, thin
+from numfuse.backends.cpu.kernels import (
+    ahead,
+    elementwise,
+    gemm,
+    packing,
+    parts,
+    protocol,
+    residues,
+    thin,
+)
 from numfuse.backends.cpu.llvm import (
     amx,
     conversions,
@@ -22,7 +32,9 @@ from numfuse.backends.cpu.llvm import (
     splits,
     vectors,
 )
+from numfuse.backends.cpu.llvm import residues as integers
 from numfuse.backends.cpu.llvm.thin import make_thin
+from numfuse.moduli import HUGE, TINY, Residues
 from numfuse.runtime import lifetimes, replay, specialise
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
@@ -160,8 +172,12 @@ def _unit(acc: str, kind: str, fmt: str, r: tiling.Registers) -> dict[str, Any]:
     else:
         kernel = microkernel.make_microkernel(acc, r, streams)
     tiles = not emulated and (kind == "amx" or kind in tiling.PARTS)
+    return {"MICROKERNEL": kernel, **_open_and_close(tiles)}
+
+
+def _open_and_close(tiles: bool) -> dict[str, Any]:
+    """Return what a thread does before and after its use of tiles, if it has any."""
     return {
-        "MICROKERNEL": kernel,
         "OPEN_UNIT": amx.make_open_tiles() if tiles else intrinsics.make_nothing(),
         "CLOSE_UNIT": amx.make_close_tiles() if tiles else intrinsics.make_nothing(),
     }
@@ -183,6 +199,74 @@ def thin_cell(acc: str, by_rows: bool) -> specialise.Kernel:
         SIZE=vectors.itemsize(acc),
         SUMS=intrinsics.make_elements(acc),
     )
+
+
+def _residue_names() -> dict[str, Any]:
+    """Return the names that both cells of residues bind."""
+    words = _cell_names() | protocol.SLOTS
+    return {
+        **words,
+        "SUM_OFFSETS": specialise.device(gemm.sum_offsets, **words),
+        "NUMBERS": intrinsics.make_elements("float64"),
+        "PANEL": integers.PANEL,
+        "STEP": integers.STEP,
+        "PANEL_BYTES": integers.PANEL_BYTES,
+        "GAP": integers.GAP,
+        "ASKED": integers.ASKED,
+    }
+
+
+@functools.cache
+def registers_of_residues() -> tiling.Registers:
+    """Return what the layout of a workspace asks for: 32 x 32 numbers, written in 512 bits."""
+    return tiling.Registers(64, 8, integers.PANEL, 4)
+
+
+@functools.cache
+def panel_cell(of: Residues, by_rows: bool) -> specialise.Kernel:
+    """Return the cell that makes residues, of A (`by_rows`) or of B."""
+    limit_n, limit_m = of.limit
+    words = {
+        **_residue_names(),
+        "BY_ROWS": by_rows,
+        "MODULI": of.count,
+        "CHAIN_BYTES": integers.CHAIN_BYTES,
+        "LIMIT_N": limit_n,
+        "LIMIT_M": limit_m,
+        "TINY": TINY,
+        "HUGE": HUGE,
+        "HUGE_N": int(math.log2(HUGE)),
+        "INFINITY": math.inf,
+        "NAN": math.nan,
+        "TRANSPOSE": moves.make_transpose("float64", "float64", 8, 8),
+        "TRANSPOSE_WORDS": moves.make_transpose("float32", "float32", 16, 16),
+        "ADD_SQUARES": integers.make_add_squares(),
+        "NORM": integers.make_norm(),
+        "SPLIT": integers.make_split(of),
+    }
+    for name in ("at_hand", "clear", "floor_log2", "exponent", "powers"):
+        words[name.upper()] = specialise.device(getattr(residues, name), **words)
+    return specialise.kernel(residues.panel_cell, **words)
+
+
+@functools.cache
+def residue_cell(of: Residues) -> specialise.Kernel:
+    """Return the cell of a product from the residues of its factors."""
+    emulated = host.tiles_of_residues() == "emulated"
+    words = {
+        **_residue_names(),
+        "RESIDUE_SLOTS": protocol.RESIDUE_SLOTS,
+        "STREAM_TABLE": protocol.STREAM_TABLE,
+        "BLOCK_STEPS": tiling.RESIDUE_STEPS,
+        "MODULI": of.count,
+        "KERNEL": integers.make_residue_kernel(emulated),
+        "REDUCE": integers.make_reduce(of),
+        "MAKE_NUMBERS": integers.make_numbers(of),
+        "ADD_PRODUCTS": integers.make_add_products(),
+        **_open_and_close(not emulated),
+    }
+    words["PLAIN"] = specialise.device(residues.plain, **words)
+    return specialise.kernel(residues.residue_cell, **words)
 
 
 @functools.cache

@@ -51,13 +51,15 @@ DESCRIPTOR = Schema("""
     D_STREAM D_STREAM_ITEM  # row function that stores past the caches (elementwise cells only), or
     D_STREAM_STEP           # 0; bytes of its elements and how many of them it writes at a time
     D_SLOT_COUNT
+    D_SPREAD  # of a factor that becomes residues: `Residues.spread` of its lines
 """)
 #: Operands of a row function: three words each (address, row stride, column stride).
-#: A descriptor has the first SLOT_COUNT of them, or more where an epilogue asks for more.
-MOST_SLOTS, SLOT_COUNT = 40, 8
+#: A descriptor has the first SLOT_COUNT of them, or up to MOST_SLOTS where an epilogue asks for
+#: more. Behind them, a product of residues has RESIDUE_SLOTS: those of A and of B, their exponents.
+MOST_SLOTS, SLOT_COUNT, RESIDUE_SLOTS = 40, 8, 4
 SLOTS = Schema(
     "S_BIAS S_EXTRA S_GRAD S_OUT S_PRE S_SUMS S_A S_B "
-    + " ".join(f"S_{i}" for i in range(SLOT_COUNT, MOST_SLOTS))
+    + " ".join(f"S_{i}" for i in range(SLOT_COUNT, MOST_SLOTS + RESIDUE_SLOTS))
 )
 #: After the slots: per batch axis its size and the strides of A, B and every slot, then per
 #: summed axis its size and the strides of A and B.
@@ -107,7 +109,7 @@ LAYER = Schema("""
     L_W_DOT L_TURNED_DOT L_BIAS_DOT L_MOVED L_SUMS
 """)
 #: Context words: the slots, then the address and stride of the scratch rows.
-SCRATCH = Schema("C_SCRATCH C_SCRATCH_STRIDE", 3 * MOST_SLOTS)
+SCRATCH = Schema("C_SCRATCH C_SCRATCH_STRIDE", 3 * len(SLOTS))
 #: Then the block of B that is packed between the tiles of the one before it, and the same of the
 #: next group of panels of A, where its columns are contiguous.
 AHEAD = Schema(

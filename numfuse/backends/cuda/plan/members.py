@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import jet_lines, members
-from numfuse.backends.cuda.kernels.residues.moduli import count_of
 from numfuse.backends.cuda.plan import batches, places
 from numfuse.backends.cuda.plan.jet_stacks import (
     all_members,
@@ -42,6 +41,7 @@ from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.epilogues import Epilogue, Jet
 from numfuse.language.curves import inputs, leaf
 from numfuse.language.graph import Expr
+from numfuse.moduli import count_of
 from numfuse.problem.jets import LEFT, OUTS, SUMS
 from numfuse.problem.operands import format_of
 

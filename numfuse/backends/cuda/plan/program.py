@@ -21,10 +21,10 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of, upload
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.launcher import PLAN, launch_all
-from numfuse.backends.cuda.kernels.residues.moduli import count_of
 from numfuse.backends.cuda.plan import tuned
 from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch, Plan, Product, Slot
 from numfuse.errors import DeviceLost
+from numfuse.moduli import count_of
 from numfuse.problem.shapes import merge_axes
 from numfuse.runtime.strided import Strided, contiguous
 

@@ -4,7 +4,7 @@ Ozaki's second scheme (Ozaki, Uchino, Imamura, arXiv 2504.08009; Uchino, Ozaki, 
 2508.03984): rows of X and columns of Y are scaled by powers of two and rounded to integers, of
 which a product is computed exactly, modulo as many small coprime numbers as it takes.
 
-- `moduli`: the moduli, and how many of them give which error
+- (`numfuse.moduli`: the moduli, and how many of them give which error)
 - `tier`: which products run here, and the launches of one
 - `split`: scales of rows, and residues of a factor as rows along K, whatever its layout is
 - `gemm`: the plain loop over residues, for the simulator; `warps`: by mma.sync, before Hopper,

@@ -32,8 +32,8 @@ from numfuse.backends.cuda.kernels.planes import (
     sum_columns,
 )
 from numfuse.backends.cuda.kernels.residues import split
-from numfuse.backends.cuda.kernels.residues.moduli import Residues
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Product, Slot
+from numfuse.moduli import Residues
 
 #: Accesses of a thread: where its block is takes a third of the instructions of one.
 TURNS = 4

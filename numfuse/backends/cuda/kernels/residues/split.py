@@ -27,8 +27,8 @@ from numfuse.backends.cuda.compile.scalars import (
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
-from numfuse.backends.cuda.kernels.residues.moduli import Residues
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
+from numfuse.moduli import HUGE, TINY, Residues
 
 #: Rows of a block of `scales`, and threads of each: neighbours read 256 bytes. A thread has so many
 #: values in flight; all of a multiprocessor have 64 KiB, which is what memory needs to be busy.
@@ -41,8 +41,6 @@ BLOCKS = 2
 SIMULATED_SCALE, SIMULATED_SPLIT = (2, 2), (2, 32)
 #: Columns of Y that are stored in another order (`place_of`).
 COLUMNS = 64
-#: Sums of squares between these are good for their norm: none of their terms of any size is lost.
-TINY, HUGE = 2.0**-900, 2.0**900
 #: A number below 2^51, plus and minus this, is rounded to the nearest integer.
 ROUNDER = 1.5 * 2.0**52
 

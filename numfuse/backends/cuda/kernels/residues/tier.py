@@ -13,7 +13,6 @@ from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, 
 from numfuse.backends.cuda.kernels.hopper.tier import available
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_TILES, HopperTile, hopper_tile
 from numfuse.backends.cuda.kernels.residues import finish, gemm, split, warps
-from numfuse.backends.cuda.kernels.residues.moduli import Residues, count_of, residues
 from numfuse.backends.cuda.plan.product import (
     Derived,
     DeviceInfo,
@@ -23,6 +22,7 @@ from numfuse.backends.cuda.plan.product import (
     Slot,
     Tier,
 )
+from numfuse.moduli import Residues, count_of, residues
 
 #: Values of K in a slice, and slices of which a sum of products of residues stays below 2^31: their
 #: products are 2^14 at most.

@@ -1,7 +1,8 @@
 """float64 products by integers of 8 bits, as users see them: exactness, errors, special values.
 
-Run on a GPU where there is one, and in the simulator by `test_cuda_simulator`. Guards:
-docs/numerics.md, "float64 by integers".
+Run by the AMX tiles of a processor and on a GPU where there are such, emulated by
+`test_cpu_precision` and simulated by `test_cuda_simulator`. Guards: docs/numerics.md, "float64 by
+integers".
 """
 
 from __future__ import annotations
@@ -16,15 +17,7 @@ from hypothesis import strategies as st
 from on_device import poisoned
 
 import numfuse as nf
-
-status = nf.backends()["cuda"]
-if not status:
-    unavailable("cuda", str(status))
-
-from numfuse.backends.cuda.call import entry  # noqa: E402
-from numfuse.backends.cuda.driver.devices import device  # noqa: E402
-from numfuse.backends.cuda.kernels.residues import tier  # noqa: E402
-from numfuse.backends.cuda.kernels.residues.moduli import Residues, count_of  # noqa: E402
+from numfuse.moduli import Residues, count_of, precisions
 
 #: The unit roundoff, and the sizes of the tests: in the simulator a product takes seconds.
 U = 2.0**-53
@@ -32,23 +25,49 @@ M, K, N = (5, 33, 7) if SIMULATED else (70, 515, 72)
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def integers_for_every_product(monkeypatch):
-    """Small products run by integers too, and memory holds NaN."""
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def backend(request):
+    """Each backend that has integers; small products run by them too, and memory holds NaN."""
+    name, monkeypatch = request.param, pytest.MonkeyPatch()
+    status = nf.backends()[name]
+    if not status:
+        unavailable(name, str(status))
+    if name == "cpu":
+        from numfuse.backends.cpu import face, host, residues
+
+        if host.tiles_of_residues() is None:
+            pytest.skip(f"no AMX tiles here: {host.tiles_refused('int8')}")
+        monkeypatch.setattr(residues, "takes", lambda *_: True)
+        for precision in precisions():
+            face.BACKEND.configure(precision=precision).replay.clear()
+        yield name
+        monkeypatch.undo()
+        return
+    from numfuse.backends.cuda.call import entry
+    from numfuse.backends.cuda.driver.devices import device
+    from numfuse.backends.cuda.kernels.residues import tier
+
     if not SIMULATED and device(0).capability not in tier.RATES:
         pytest.skip("no product runs by integers on this GPU")
-    poisoned(monkeypatch, "cuda")
+    poisoned(monkeypatch, name)
     monkeypatch.setattr(tier, "seconds", lambda *_: tier.Seconds(1.0, 0.0))
     entry.forget(device(0))
-    yield
+    yield name
+    monkeypatch.undo()
     entry.forget(device(0))
 
 
-def product(a, b, precision="int8"):
-    with nf.use_backend("cuda", precision=precision):
-        out = nf.matmul_bias_activation(a, b)
-    assert nf.last_call().tier == "int8"
-    return out
+@pytest.fixture(scope="module")
+def product(backend):
+    """``product(a, b, precision)``: a @ b by integers."""
+
+    def made(a, b, precision="int8"):
+        with nf.use_backend(backend, precision=precision):
+            out = nf.matmul_bias_activation(a, b)
+        assert nf.last_call().tier.startswith("int8")
+        return out
+
+    return made
 
 
 def exact(a, b):
@@ -103,13 +122,13 @@ KINDS = ["normal", "twelve decades", "ill-scaled rows"]
 
 @pytest.mark.parametrize("precision", ["int8", "int8:8", "int8:14", "int8:18", "int8:20"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_are_within_their_bound(kind, precision):
+def test_errors_are_within_their_bound(product, kind, precision):
     a, b = numbers(kind)
     within(product(a, b, precision), a, b, precision)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_are_below_those_of_native_float64(kind):
+def test_errors_are_below_those_of_native_float64(product, kind):
     a, b = numbers(kind)
     wanted = exact(a, b)
 
@@ -123,7 +142,7 @@ def test_errors_are_below_those_of_native_float64(kind):
 
 @settings(max_examples=4 if SIMULATED else 20)
 @given(data=st.data(), bits=st.integers(1, 24), depth=st.integers(1, 24))
-def test_products_of_integers_are_exact(data, bits, depth):
+def test_products_of_integers_are_exact(product, data, bits, depth):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     a, b = (rng.integers(-(2**bits), 2**bits, s, endpoint=True) for s in ((3, depth), (depth, 5)))
     wanted = a.astype(object) @ b.astype(object)  # below 2^53
@@ -136,7 +155,7 @@ def test_products_of_integers_are_exact(data, bits, depth):
     spread=st.integers(0, 60),
     count=st.sampled_from((8, 15, 17, 20)),
 )
-def test_results_are_those_of_the_rounded_integers(seed, spread, count):
+def test_results_are_those_of_the_rounded_integers(product, seed, spread, count):
     """The sum is exact, whatever its size is, and is rounded once."""
     rng = np.random.default_rng(seed)
     a, b = (rng.standard_normal(s) * 2.0 ** rng.integers(-spread, spread, s, endpoint=True)
@@ -161,7 +180,7 @@ def test_results_are_those_of_the_rounded_integers(seed, spread, count):
             assert error <= abs(whole) * Fraction(U) * (1 + Fraction(2) ** -20) + of.whole / 2**76
 
 
-def test_infinities_and_nan_are_what_ieee_gives():
+def test_infinities_and_nan_are_what_ieee_gives(product):
     a, b = numbers("normal")
     a[1, 3], a[2, 4], a[4, 0] = INF, np.nan, -INF
     b[3, 2], b[5, 1] = 0, -INF
@@ -177,7 +196,7 @@ def test_infinities_and_nan_are_what_ieee_gives():
     assert (out[finite] == without[finite]).all()
 
 
-def test_zero_rows_and_extremes_of_the_range():
+def test_zero_rows_and_extremes_of_the_range(product):
     a, b = numbers("normal")
     a[0], b[:, 1] = 0, 0
     a[1] *= 2.0**-1060  # subnormal numbers
@@ -195,17 +214,17 @@ def test_zero_rows_and_extremes_of_the_range():
     assert (tiny <= 2.0**-1074).all()
 
 
-def test_results_beyond_the_range_are_infinite():
+def test_results_beyond_the_range_are_infinite(product):
     a, b = np.full((2, 4), 2.0**600), np.full((4, 3), -(2.0**600))
     assert (product(a, b) == -INF).all()
     a[0, 0] = 0.0
     assert (product(a, b / 2.0**600) == np.array([[-3 * 2.0**600], [-4 * 2.0**600]])).all()
 
 
-def test_bits_are_those_of_any_layout_of_any_batch_and_of_any_call():
+def test_bits_are_those_of_any_layout_of_any_batch_and_of_any_call(backend):
     rng = np.random.default_rng(3)
     a, b = rng.standard_normal((2, M, K)), rng.standard_normal((K, N))
-    with nf.use_backend("cuda", precision="int8"):
+    with nf.use_backend(backend, precision="int8"):
         out = nf.matmul_bias_activation(a, b)
         for i in range(2):
             for x in (a[i], np.asfortranarray(a[i])):
@@ -215,7 +234,7 @@ def test_bits_are_those_of_any_layout_of_any_batch_and_of_any_call():
             assert (nf.matmul_bias_activation(a[i, 1:3], b[:, 2:]) == out[i, 1:3, 2:]).all()
 
 
-def test_forwards_residuals_gradients_and_jets_run_by_integers():
+def test_forwards_residuals_gradients_and_jets_run_by_integers(backend):
     rng = np.random.default_rng(4)
     a, b = numbers("normal")
     bias, grad, residual = (rng.standard_normal(s) for s in (N, (M, N), (M, N)))
@@ -231,7 +250,7 @@ def test_forwards_residuals_gradients_and_jets_run_by_integers():
         lambda how: nf.matmul_bias_activation_jet(a, b, bias, "tanh", moved, **how),
     ]  # fmt: skip
     for call in calls:
-        with nf.use_backend("cuda", precision="int8"):
+        with nf.use_backend(backend, precision="int8"):
             given = call({})
         assert "int8" in nf.last_call().tier
         for x, y in zip(given, call({"backend": "reference"}), strict=True):
@@ -239,15 +258,16 @@ def test_forwards_residuals_gradients_and_jets_run_by_integers():
                 assert abs(x - y).max() <= 32 * (K + M + N) * U * max(abs(y).max(), 1.0)
 
 
-def test_float32_is_as_it_was():
+def test_float32_is_as_it_was(backend):
     a, b = (x.astype(np.float32) for x in numbers("normal"))
-    with nf.use_backend("cuda", precision="int8"):
+    with nf.use_backend(backend, precision="int8"):
         out = nf.matmul_bias_activation(a, b)
         assert "int8" not in nf.last_call().tier
-    assert (out == nf.matmul_bias_activation(a, b, backend="cuda")).all()
+    assert (out == nf.matmul_bias_activation(a, b, backend=backend)).all()
 
 
 @pytest.mark.parametrize("precision", ["int8:7", "int8:21", "int8:", "int8:x", "int9"])
-def test_a_number_of_moduli_that_is_none_is_refused(precision):
-    with pytest.raises(ValueError, match=r"'int8', 'int8:8' to 'int8:20' or None, got 'int"):
-        nf.use_backend("cuda", precision=precision)
+def test_a_number_of_moduli_that_is_none_is_refused(backend, precision):
+    told = r"'int8', 'int8:8' to 'int8:20' or None( for the backend 'cpu')?, got 'int"
+    with pytest.raises(ValueError, match=told):
+        nf.use_backend(backend, precision=precision)

@@ -26,6 +26,8 @@ FEWEST, MOST = 8, len(MODULI)
 MARGIN = Fraction(1023, 1024)
 #: Bits of the weights whose sum by residues is exact in a float64: 20 x 255 of them are below 2^53.
 EXACT = 40
+#: Sums of squares between these are good for their norm: none of their terms of any size is lost.
+TINY, HUGE = 2.0**-900, 2.0**900
 NAME = "int8"
 
 
