@@ -42,7 +42,7 @@ if PRECISION:
     usual = Recorder.__init__
     Recorder.__init__ = lambda self, device, _: usual(self, device, PRECISION)  # type: ignore[method-assign]
 #: Of every test, so many sets of parameters run there.
-SIMULATED_SETS = 2
+SIMULATED_SETS = int(os.environ.get("NUMFUSE_TEST_SETS", "2"))
 #: Every backend that has a name: one joins the suite with its line in `numfuse.backends`.
 BACKENDS = tuple(nf.backends())
 #: The kinds of array that a conformance test is run on: NumPy's, numfuse's own on a device, CuPy's.
@@ -257,7 +257,7 @@ def _is_covered(backend: str) -> bool:
 
 
 def _covering(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:
-    """Where each set of parameters is compiled, sets that have every value of each of them.
+    """Of tests whose sets take long, or are compiled, sets that have every value of each parameter.
 
     The rest joins `left`.
     """
@@ -265,17 +265,13 @@ def _covering(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.
     for item in items:
         call = getattr(item, "callspec", None)
         backend = call.params.get("backend", "") if call is not None else ""
-        if item.get_closest_marker("compiles") and backend in BACKENDS and _is_covered(backend):
+        compiles = item.get_closest_marker("compiles") and backend in BACKENDS
+        if (compiles and _is_covered(backend)) or weekly.is_covered(item.name):
             sets.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
     dropped: set[pytest.Item] = set()
     for found in sets.values():
         values = {item: set(enumerate(item.nodeid.split("-"))) for item in found}
-        missing: set[tuple[int, str]] = set().union(*values.values())
-        while missing:
-            best = max(found, key=lambda item: len(values[item] & missing))
-            missing -= values.pop(best)
-            found.remove(best)
-        dropped |= values.keys()
+        dropped |= set(found) - weekly.covering(values)
     left += [item for item in items if item in dropped]
     return [item for item in items if item not in dropped]
 

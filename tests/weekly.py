@@ -1,12 +1,15 @@
 """Tests that CI runs every week, and a plain run leaves out: NUMFUSE_TEST_ALL runs them all.
 
 Each takes 10 seconds and more of a core, and has most of its text in common with another set of
-parameters of the same test, which every run has. `test_cuda_compile.SELDOM` names kernels likewise.
+parameters of the same test, which every run has. Of the tests in `COVERED`, whose sets of
+parameters take that long together, every run has so many sets that each value is met; so has it
+of the kernels that `test_cuda_compile` compiles, by the words of their names.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 #: Whether this run leaves nothing out.
 ALL = bool(os.environ.get("NUMFUSE_TEST_ALL"))
@@ -22,8 +25,14 @@ SELDOM = (
     "test_float64_on_tensor_cores[16 bytes-columns",
     "test_cuda_streams.py::test_float32[columns",
     "hosts_with_narrower_vectors[16-False",
+    "hosts_with_narrower_vectors[16-True",
     "processor_that_numba_is_told_of[generic",
     "processor_that_numba_is_told_of[without F16C",
+    "test_all_of_this_and_whole_products_with_each_kind[dot",
+    "test_cache.py::test_a_read_only_install_caches_in_the_users_own_directory",
+    "test_cache.py::test_a_read_only_install_without_a_cache",
+    "test_no_operand_is_read_or_written_past_its_pages[float16",
+    "test_no_operand_is_read_or_written_past_its_pages[float32",
     "test_any_number_of_threads_gives_the_same_bits[float16",
     "test_any_number_of_threads_gives_the_same_bits[float64",
     "test_residues.py::test_a_whole_product_runs[1048576",
@@ -31,8 +40,67 @@ SELDOM = (
     "test_a_factor_becomes_its_residues[y-18-strided",
     "test_a_factor_becomes_its_residues[y-18-reversed",
 )
+#: Names of tests.
+COVERED = frozenset(
+    """
+    test_few_vectors_in_every_layout
+    test_every_block_is_stored_once_and_no_role_waits_for_ever
+    test_two_sums_of_a_block_are_loaded_and_stored_once
+    test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual
+    test_odd_lengths_and_alignments_are_masked
+    test_a_factor_is_laid_out_for_access_by_16_bytes
+    test_a_short_sum_is_written_by_16_bytes_or_less
+    test_few_rows
+    test_two_sums_are_those_of_two_products
+    test_sums_of_alternate_columns_are_those_of_two_products
+    test_any_widths
+    test_any_networks
+    test_warp_groups_take_64_rows_through_all_layers
+    test_columns_by_a_launch_of_their_own_have_the_same_bits
+    test_a_factor_becomes_its_residues
+    test_directions_end_where_their_rows_are
+    test_sums_of_wgmma_are_exact_and_where_they_belong
+    test_a_second_order_beyond_the_limits_is_cut
+    test_a_problem_beyond_the_limits_is_cut
+    test_blocks_of_rows_are_exact_to_second_order
+    test_compiled_and_reference_are_accurate_into_the_tails
+    test_infinite_arguments_give_the_limits
+    test_no_finite_or_infinite_argument_gives_nan
+    test_a_plain_loop_becomes_vector_code_without_libm
+    test_gates_through_their_derivatives
+    test_gates_have_the_bits_of_the_core
+    test_products_have_the_bits_of_the_core
+    test_second_order_is_within_the_bound_of_one_machine
+    test_a_slice_of_rows_has_the_bits_that_it_has_in_the_whole
+    test_a_slice_of_rows_has_its_bits_in_an_epilogue_too
+    test_an_element_has_the_same_bits_at_every_place_of_a_row
+    test_a_batch_of_views_over_one_b_is_summed_as_its_copy
+    test_a_batch_of_views_over_one_b_is_summed_as_its_copy_to_second_order
+    test_results_have_the_same_bits_on_any_number_of_threads
+    test_a_network_has_the_jets_and_gradients_of_its_layers
+    test_d_bias_is_as_accurate_as_a_pairwise_sum
+    test_every_activation_to_third_order
+    test_results_are_those_of_scikit_learn
+    """.split()
+)
 
 
 def is_left_out(name: str) -> bool:
     """Return whether this run leaves out a test of this name."""
     return not ALL and any(part in name for part in SELDOM)
+
+
+def is_covered(name: str) -> bool:
+    """Return whether this run has of a test of this name so many sets that each value is met."""
+    return not ALL and name.partition("[")[0] in COVERED
+
+
+def covering(sets: dict[Any, set[Any]]) -> set[Any]:
+    """Return keys whose values are all values: the one that adds most, again and again."""
+    found, missing = set(), set().union(*sets.values())
+    left = dict(sets)
+    while missing:
+        best = max(left, key=lambda key: len(left[key] & missing))
+        missing -= left.pop(best)
+        found.add(best)
+    return found

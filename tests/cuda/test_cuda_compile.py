@@ -738,30 +738,14 @@ CASES = [
           HOPPER, ("wgmma",)),
 ]  # fmt: skip
 
-#: Parts of the names of cases beside which another one has most of their text: these are compiled
-#: where NUMFUSE_TEST_ALL is in the environment, as it is every week. (All take a core 15 minutes.)
-SELDOM = (
-    "mirror float16", "mirror float64, 32", "last columns beside the others, with", "one round",
-    "small float16", "small float64", "clusters of", "float64, 16 rows", "float64, 32 rows",
-    "bfloat16, 104, T4", "layout 10", "layout 01", "bf16x6 slope, 64x128", "bf16x3 slope, 64x128",
-    "int8, 14 moduli", "int8, 16 moduli", "int8, 20 moduli", "128x256x64 cooperative",
-    "residues, 20", "RTX 4090", "slopes float16", "slopes float64", "rows float16",
-    "jet float16", "directions, 512, H200", "many directions, 768, A100", "bfloat16 backward of a",
-    "first layer, 4", "network 128 bf16x6, backward, 0", "network 64 bf16x6, backward, 0, H200",
-    "network 96 bf16x6", "network 64 tf32", "networks float32 64, forward", "networks float64",
-    "network along a direction of each point, float64", "network in slices float32 192",
-    "network's value float64", "two sums, out512", "two sums, out pre pre1512",
-    "few rows, float32 16", "few rows, float32 32", "few rows, float64 1",
-    "few vectors, float64, 17574", "few vectors, bfloat16, 3 x", "few vectors, float64, 8 x 4096",
-    "a long sum of one column, float32", "int8, 8 moduli", "wgmma bf16x3", "rows float64",
-    "jet float64, 1", "jet float32, 1", "jet float32 backward, 1", "network float32 96",
-    "network 64 bf16x6", "networks float32 64",
-    "network's value float16 (64, 64, 64, 64, 64, 64)", "mirror float32, 32", "mirror f16, parts",
-    "value bfloat16 (64, 64, 64, 64, 64), tanh", "sums of columns, T4", "finish bfloat16",
-    "float64 in layout 11", "float32 in layout 11", "two sums of any alignment",
-)  # fmt: skip
 if not weekly.ALL:
-    CASES = [case for case in CASES if not any(part in case.name for part in SELDOM)]
+    # Every word of their names but sizes is met, and every GPU. (All take a core 15 minutes.)
+    WORDS = {
+        case.name: {*re.findall(r"[^\W\d][\w.']+", case.name), case.info.capability}
+        for case in CASES
+    }
+    CHOSEN = weekly.covering(WORDS)
+    CASES = [case for case in CASES if case.name in CHOSEN]
 
 
 def _compile_all(directory: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import once
 import pytest
+import weekly
 from conftest import SIMULATED, unavailable
 
 if find_spec("numba_cuda") is None:
@@ -63,7 +64,10 @@ NAMES = (
     "along", "arrays", "cut", "frames", "fused", "members", "networks", "series", "small", "tuned",
     "values",
 )  # fmt: skip
-ARRAYS = suite(["conformance/test_integers.py", *(f"cuda/test_cuda_{name}.py" for name in NAMES)])
+ARRAYS = suite(
+    ["conformance/test_integers.py", *(f"cuda/test_cuda_{name}.py" for name in NAMES)],
+    NUMFUSE_TEST_SETS="2" if weekly.ALL else "1",
+)
 
 
 def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():
