@@ -2,10 +2,12 @@
 
     python asv_benches/cpu_precision.py                      16 cores: some 120 s
     python asv_benches/cpu_precision.py --threads 1 2 --sizes 1024 2048
+    python asv_benches/cpu_precision.py --dtype float64 --sizes 2048 4096
     python asv_benches/cpu_precision.py --json docs/history/precision.json
 
-float32: IEEE products, "bf16x6" and "bf16x3"; PyTorch's float32 at the precision "highest", which
-is oneDNN's (sgemm of MKL where PyTorch was built so), and NumPy's product alone. A forward has a
+float32: IEEE products, "bf16x6" and "bf16x3"; float64: IEEE and integers with 14 and 15 moduli,
+where these are taken. PyTorch's float32 at the precision "highest", which is oneDNN's (sgemm of MKL
+where PyTorch was built so), its float64, and NumPy's product alone. A forward has a
 bias and gelu (PyTorch's in a buffer of its own, and in place). A backward makes the pre-activation
 again, then d_a, d_b and d_bias: three products for everybody.
 
@@ -37,34 +39,34 @@ from threadpoolctl import threadpool_limits
 
 import numfuse as nf
 
-MODES = ("ieee", "bf16x6", "bf16x3")
-UNIT = 2.0**-24
-#: How far a result may be off, in units: what each mode promises and its activation adds.
-ALLOWED = {"torch": 64, "ieee": 64, "bf16x6": 64, "bf16x3": 512}
+MODES = {"float32": ("ieee", "bf16x6", "bf16x3"), "float64": ("ieee", "int8:14", "int8:15")}
+UNITS = {"float32": 2.0**-24, "float64": 2.0**-53}
+#: How far a result may be off, in units, if not 64: what a mode promises and its activation adds.
+ALLOWED = {"bf16x3": 512}
 SAMPLE = 64
 #: Seconds between contestants with threads of their own.
 REST = 0.2
 Calls = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 
-def operands(m: int, n: int, k: int) -> dict[str, np.ndarray]:
+def operands(m: int, n: int, k: int, dtype: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(m + n + k)
     made = {"grad": (m, n), "a": (m, k), "b": (k, n), "bias": (n,)}
-    x = {name: rng.standard_normal(shape, np.float32) for name, shape in made.items()}
+    x = {name: rng.standard_normal(shape).astype(dtype) for name, shape in made.items()}
     # Pre-activations of size 1: far out, gelu' is subnormal and slows down who computes it.
-    x["a"] *= np.float32(k**-0.5)
+    x["a"] *= x["a"].dtype.type(k**-0.5)
     return x
 
 
-def warm(mode: str) -> None:
+def warm(mode: str, dtype: str) -> None:
     """Compile the kernels of a mode to the cache on disk."""
-    x = operands(128, 128, 128)
+    x = operands(*(3 * [2048 if mode.startswith("int8") else 128]), dtype)
     for forward, backward in ours(x, (mode,)).values():
         forward()
         backward()
 
 
-def ours(x: dict[str, np.ndarray], modes: tuple[str, ...] = MODES) -> Calls:
+def ours(x: dict[str, np.ndarray], modes: tuple[str, ...]) -> Calls:
     a, b, bias, grad = x["a"], x["b"], x["bias"], x["grad"]
     out = np.empty_like(grad)
     results = np.empty_like(a), np.empty_like(b), np.empty_like(bias)
@@ -107,7 +109,7 @@ def errors(x: dict[str, np.ndarray], calls: Calls) -> dict[str, list[float]]:
     """Relative errors of out, d_a and d_b of each, in units; more than allowed is an error."""
     wide = {name: value.astype(float) for name, value in x.items()}
     a, b, bias, grad = (wide[name] for name in ("a", "b", "bias", "grad"))
-    few = slice(0, SAMPLE)
+    few, unit = slice(0, SAMPLE), UNITS[x["a"].dtype.name]
     out = nf.matmul_bias_activation(a[few], b, bias, "gelu", backend="reference")
     d_a = nf.matmul_bias_activation_bwd(
         grad[few], a[few], b, bias, "gelu", needs=("a",), backend="reference"
@@ -121,10 +123,10 @@ def errors(x: dict[str, np.ndarray], calls: Calls) -> dict[str, list[float]]:
         back = backward()
         pairs = (got, out), (back[0][few], d_a), (back[1][:, few], d_b)
         found[name] = [
-            float(np.linalg.norm(one - two) / np.linalg.norm(two)) / UNIT for one, two in pairs
+            float(np.linalg.norm(one - two) / np.linalg.norm(two)) / unit for one, two in pairs
         ]
-        if not max(found[name]) <= ALLOWED[name]:
-            raise SystemExit(f"{name} is off by {found[name]} units, at most {ALLOWED[name]}")
+        if not max(found[name]) <= (most := ALLOWED.get(name, 64)):
+            raise SystemExit(f"{name} is off by {found[name]} units, at most {most}")
     return found
 
 
@@ -149,16 +151,17 @@ def turns(calls: dict[Any, Callable[[], Any]], seconds: float, threads: int) -> 
     return {name: statistics.median(own) for name, own in times.items()}
 
 
-def measured(m: int, n: int, k: int, threads: int, seconds: float) -> dict[str, Any]:
-    x = operands(m, n, k)
-    calls = theirs(x) | ours(x)
+def measured(m: int, n: int, k: int, dtype: str, threads: int, seconds: float) -> dict[str, Any]:
+    x = operands(m, n, k, dtype)
+    calls = theirs(x) | ours(x, MODES[dtype])
     off = errors(x, calls)
-    product = np.empty((m, n), np.float32)
+    product = np.empty((m, n), dtype)
     forward = {name: pair[0] for name, pair in calls.items()}
     forward["numpy product"] = lambda: np.matmul(x["a"], x["b"], out=product)
     backward = {name: pair[1] for name, pair in calls.items()}
     return {
         "shape": (m, n, k),
+        "dtype": dtype,
         "threads": threads,
         "errors": off,
         "forward": turns(forward, seconds, threads),
@@ -191,7 +194,7 @@ def dial(size: int, threads: int, seconds: float) -> list[dict[str, Any]]:
     wide = rng.standard_normal((2, size, size))
     rows = np.linspace(0, size - 1, 4).astype(int)
     calls, found = {}, {}
-    for dtype, modes in (("float32", MODES), ("float64", ("ieee",))):
+    for dtype, modes in MODES.items():
         x, y = wide.astype(dtype)
         exact = x[rows].astype(np.longdouble) @ y.astype(np.longdouble)
         norms = np.linalg.norm(x[rows].astype(float), axis=1)[:, None] * np.linalg.norm(
@@ -203,7 +206,7 @@ def dial(size: int, threads: int, seconds: float) -> list[dict[str, Any]]:
         for way in ways:
             call = product_of(*way, x, y)
             off = float((np.abs(call()[rows] - exact) / norms).max())
-            if not off <= ALLOWED.get(way[1], 64) * UNIT and way[1] != "medium":
+            if not off <= ALLOWED.get(way[1], 64) * UNITS[dtype] and way[1] != "medium":
                 raise SystemExit(f"{way} is off by {off}")
             calls[(dtype, *way)] = call
             found[(dtype, *way)] = off
@@ -226,11 +229,12 @@ def dial(size: int, threads: int, seconds: float) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the page's table: milliseconds, and in brackets PyTorch's time over each."""
-    names = ("torch", "numpy product", *MODES)
+    modes = MODES[rows[0]["dtype"]]
+    names = ("torch", "numpy product", *modes)
     lines = [
         f"| M x N x K | threads | pass | {' | '.join(names)} | errors of out, d_a, d_b: torch | "
-        f"{' | '.join(MODES)} |",
-        "|" + "---|" * (3 + len(names) + 1 + len(MODES)),
+        f"{' | '.join(modes)} |",
+        "|" + "---|" * (3 + len(names) + 1 + len(modes)),
     ]
     for row in rows:
         for which in ("forward", "backward"):
@@ -239,7 +243,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{1e3 * times[x]:.2f} ({times['torch'] / times[x]:.2f})" if x in times else ""
                 for x in names
             ]
-            off = [" ".join(f"{e:.1f}" for e in row["errors"][x]) for x in ("torch", *MODES)]
+            off = [" ".join(f"{e:.1f}" for e in row["errors"][x]) for x in ("torch", *modes)]
             size = " x ".join(map(str, row["shape"]))
             lines.append(f"| {size} | {row['threads']} | {which} | {' | '.join([*cells, *off])} |")
     return "\n".join(lines)
@@ -248,6 +252,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096])
+    parser.add_argument("--dtype", choices=MODES, default="float32")
     parser.add_argument("--threads", type=int, nargs="*", default=[numba.get_num_threads()])
     parser.add_argument("--seconds", type=float, default=3, help="of each pass of a shape")
     parser.add_argument("--dial", type=int, default=2048, help="size of the bare products; 0: none")
@@ -255,9 +260,10 @@ def main() -> None:
     chosen = parser.parse_args()
     start = time.perf_counter()
     with ProcessPoolExecutor(
-        min(len(MODES), os.cpu_count() or 1), multiprocessing.get_context("spawn")
+        min(3, os.cpu_count() or 1), multiprocessing.get_context("spawn")
     ) as pool:
-        list(pool.map(warm, MODES))
+        for dtype, modes in MODES.items():
+            list(pool.map(warm, modes, [dtype] * len(modes)))
     print(f"kernels after {time.perf_counter() - start:.0f} s", flush=True)
     torch.set_float32_matmul_precision("highest")
     shapes = [(size,) * 3 for size in chosen.sizes]
@@ -271,10 +277,11 @@ def main() -> None:
             if chosen.dial:
                 products += dial(chosen.dial, threads, 2 * chosen.seconds)
             for shape in shapes:
-                rows.append(measured(*shape, threads, chosen.seconds))
+                rows.append(measured(*shape, chosen.dtype, threads, chosen.seconds))
                 print(table(rows[-1:]).splitlines()[-2:], flush=True)
     print(nf.use_backend("cpu").backend.describe()["device"], torch.__version__)
-    print(table(rows))
+    if rows:
+        print(table(rows))
     print(f"{time.perf_counter() - start:.0f} s in all")
     for r in products:
         print(

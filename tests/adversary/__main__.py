@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 #: Shares of the time, where all places are there.
 SHARES = {
     "cpu": 50, "reference": 5, "webgpu": 13, "cuda": 5, "torch": 9, "jax": 7, "autograd": 5,
-    "dask": 6,
+    "dask": 6, "cpu-bf16x6": 3, "cpu-bf16x3": 2, "cpu-int8": 5,
 }  # fmt: skip
 #: Seconds that one call may take: a kernel of lavapipe or a formula's jet takes some.
 LONGEST = 120.0

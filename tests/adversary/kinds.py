@@ -23,6 +23,8 @@ from .draws import LAYOUTS, VALUES, Draw, Limits, Palette
 RUN = 10_000
 #: What a library's arrays can be of; a result that a CPU's arrays of it give is the CPU's.
 LIBRARIES = ("torch", "jax", "autograd", "dask")
+#: Places that are a processor's other ways to make products.
+PRECISIONS = {f"cpu-{precision}": precision for precision in ("bf16x6", "bf16x3", "int8")}
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 _ALL = ("float64", "float32", "float16", "bfloat16")
 _DTYPES = {"float64": np.dtype(np.float64), "float32": np.dtype(np.float32)}
@@ -43,11 +45,14 @@ class Place:
     refuses: tuple[type[Exception], ...] = ()
     #: Whether a result has the same bits whatever the operands' strides are.
     bits: bool = True
+    #: That of its products.
+    precision: str = "ieee"
 
     def rules(self, palette: Palette) -> Rules:
         """Draw a dtype, and return what the arithmetic promises in it."""
         dtype = palette.one("dtype", self.limits.dtypes)
-        return Rules(_DTYPES[dtype], self.traits.subnormals, self.traits.division)
+        own = self.traits.subnormals, self.traits.division
+        return Rules(_DTYPES[dtype], *own, self.precision)
 
     def serves(self, module: str) -> bool:
         """Return whether the calls of a module are for this place."""
@@ -93,11 +98,37 @@ def available() -> dict[str, str]:
         found[name] = "" if status or (name == "cuda" and find_spec("numba_cuda")) else str(status)
     for name in LIBRARIES:
         found[name] = "" if find_spec(name) else "not installed"
+    for name, precision in PRECISIONS.items():
+        try:
+            nf.use_backend("cpu", precision=precision)
+        except nf.BackendUnavailable as why:
+            found[name] = str(why)
+        else:
+            found[name] = ""
     return found
+
+
+def _precise(name: str) -> Place:
+    """Return the processor with a precision, which small products have as well."""
+    from numfuse.backends.cpu import residues, tiling
+
+    precision, traits = PRECISIONS[name], resolve("cpu").traits
+    residues.takes = lambda *_: True  # type: ignore[assignment]
+    tiling.LEAST_SPLIT = dict.fromkeys(tiling.PARTS, 1)  # type: ignore[assignment]
+    backend = nf.use_backend("cpu", precision=precision).backend
+    if precision != "int8":
+        return Place(name, Limits(("float32",)), traits, backend, precision=precision)
+    # The members of a jet share a scale in a gradient, which a truth that adds up products does not
+    # know: none of them is to be much larger than the others.
+    values = tuple(x for x in VALUES if x in ("normal", "whole", "positive", "special"))
+    limits = Limits(("float64",), values=values)
+    return Place(name, limits, traits, backend, precision=precision)
 
 
 def place(name: str, backend: Any = None) -> Place:
     """Return a place by its name; `backend` is an object in the place of the named one's."""
+    if name in PRECISIONS:
+        return _precise(name)
     if name in LIBRARIES:
         from .gradients import library
 

@@ -21,6 +21,7 @@ from numfuse import moduli
 from numfuse.backends.cpu import host, residues, tiling
 from numfuse.backends.cpu.kernels import library
 from numfuse.backends.cpu.launch import sequence
+from numfuse.backends.cpu.llvm import residue_sums
 from numfuse.backends.cpu.llvm import residues as integers
 from numfuse.moduli import Residues
 
@@ -112,7 +113,7 @@ def test_sums_become_bytes(count):
         flat[768:832] = near[:64] // 2 * 2 + p // 2
         flat[832:840] = -MOST, MOST, 0, -1, 1, p, -p, 2**15
         out[:] = 9
-        _called(integers.make_reduce(of), address(sums), t, address(out))
+        _called(residue_sums.make_reduce(of), address(sums), t, address(out))
         assert (out[:1024] == (flat.astype(np.int64) % p)).all()
         assert (out[1024:] == 9).all()
 
@@ -201,6 +202,27 @@ def test_a_line_is_scaled_by_the_norm_over_all_that_is_summed():
     assert np.abs(got - wanted).max() <= 2.0**-48 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("members", [1, 3])
+def test_gradients_of_a_jet(members):
+    """Rows of a point stay together in a cell, and column sums have whole chunks of points."""
+    rng = np.random.default_rng(7)
+    m, k, n = 260, 40, 33
+    a, b, bias = (rng.standard_normal(s) for s in ((m, k), (k, n), (n,)))
+    moved, twice = rng.standard_normal((members, m, k)), rng.standard_normal((1, m, k))
+    grad, grad_dot, grad_ddot = (rng.standard_normal((*s, m, n)) for s in ((), (members,), (1,)))
+    weights = np.ones((1, members))
+    call = (grad, grad_dot, grad_ddot, a, b / k**0.5, bias, "tanh", moved, twice)
+    with nf.use_backend("cpu", precision="int8"):
+        got = nf.matmul_bias_activation_jet_bwd(*call, weights=weights)
+    native = nf.matmul_bias_activation_jet_bwd(*call, weights=weights, backend="cpu")
+    assert (got.d_b != native.d_b).any()  # (made of integers, then)
+    wanted = nf.matmul_bias_activation_jet_bwd(*call, weights=weights, backend="reference")
+    for x, y in zip(got, wanted, strict=True):
+        assert (x is None) == (y is None)
+        if y is not None:
+            assert np.abs(x - y).max() <= 2.0**-40 * np.abs(y).max()
+
+
 def test_operands_and_results_are_fenced():
     """Nothing beside a result is written, whatever cells and panels overhang."""
     rng = np.random.default_rng(5)
@@ -238,7 +260,7 @@ def test_large_products_are_taken_and_more_moduli_later():
 def test_the_constants_of_a_quotient_leave_room():
     """What `reduce` says of float32: sums of a half word and a product stay below 2^22.1."""
     for p in moduli.MODULI:
-        power = abs(integers._balanced(1 << 16, p))
+        power = abs(integers.balanced(1 << 16, p))
         most = 2**15 * power + 2**15 + p
         assert most < 2**22.1
         assert most / p * 2.0**-24 < 1 / (2 * p)

@@ -194,6 +194,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "language": set(),
     "tiling": set(),
+    "moduli": set(),
     "expr": {"language"},
     "epilogues": {"language"},
     "runtime": {"expr", "language"},
@@ -203,12 +204,12 @@ ARROWS: dict[str, set[str]] = {
     "backends": {"errors", "runtime"},
     "backends.reference": {"backends", "epilogues", "language", "problem"},
     "backends.cpu": {
-        "backends", "epilogues", "errors", "expr", "kept", "language", "problem", "runtime",
-        "tiling",
+        "backends", "epilogues", "errors", "expr", "kept", "language", "moduli", "problem",
+        "runtime", "tiling",
     },
     "backends.cuda": {
-        "activations", "backends", "epilogues", "errors", "expr", "language", "problem", "runtime",
-        "tiling",
+        "activations", "backends", "epilogues", "errors", "expr", "language", "moduli", "problem",
+        "runtime", "tiling",
     },
     "webgpu": {"backends"},
     "backends.webgpu": {

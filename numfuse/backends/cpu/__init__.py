@@ -6,6 +6,7 @@
   `second_networks`: their tangents and double backwards
 - `schedule`: these in blocks of rows or of batch elements
 - `sums`: partial sums of rows, columns and totals, and what joins them
+- `residues`: which float64 products are made of integers, and the plans of one
 - `descriptors`: from operands to the words of a plan
 - `launch`: plans as a program, whose cells run on threads
 - `kernels`, `llvm`: what runs in a cell

@@ -229,7 +229,8 @@ def product(
     `turns` lets the transpose be made; `rows` says that the row function takes groups of rows;
     `precision` is that of two factors of float32. None where there is nothing to compute.
     """
-    if turns and rows is None and is_turned(a, b, slots):
+    turned = turns and rows is None and is_turned(a, b, slots)
+    if turned:
         a, b = b.turned(), a.turned()
         slots = slots.each(Operand.turned)
     operands = (a, b, *slots.all())
@@ -253,7 +254,7 @@ def product(
         "D_B_K": b_k,
         "D_B_COLUMN": b_column,
     }
-    r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt, precision)
+    r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt, precision, turned)
     split = r.kind in tiling.PARTS
     thin = m <= tiling.THIN_ROWS and not split
     if thin and fmas and a.fmt == b.fmt == acc and b.itemsize in (b_k, b_column):

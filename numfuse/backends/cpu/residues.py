@@ -68,9 +68,9 @@ def product(
     axes = descriptors.make_axes(batch, operands, summed) if batch else descriptors.NO_AXES
     if m == 0 or n == 0 or axes.elements == 0:
         return Multiplied([[]], [])
-    unit = PANEL if slots.sums is None else math.lcm(PANEL, library.chunk(a.fmt))
-    if rows is not None:
-        unit = math.lcm(unit, rows.members)
+    # Whole panels, groups of rows, and chunks of the column sums, which are of groups then.
+    chunk = 1 if slots.sums is None else library.chunk(a.fmt)
+    unit = math.lcm(PANEL, chunk * (1 if rows is None else rows.members))
     t = tiling.residues(m, n, axes.elements, threads, unit, of.count)
     head = {
         "D_M": m,

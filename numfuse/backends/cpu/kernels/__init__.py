@@ -5,6 +5,7 @@
   bfloat16 parts
 - `gemm`: the product of a cell, block by block, which ends in a row function
 - `thin`: the product of few rows, of which nothing is packed
+- `residues`: the cells of float64 products by integers: of a factor's panel, and of the output
 - `ahead`: packing and requests to the caches between two of its tiles
 - `elementwise`: the elementwise cell
 - `rows`, `printer`: row functions, and their text, made of an epilogue

@@ -29,6 +29,7 @@ from numfuse.backends.cpu.llvm import (
     moves,
     pairs,
     partition,
+    residue_sums,
     splits,
     vectors,
 )
@@ -114,13 +115,18 @@ def _cell_names() -> dict[str, Any]:
     }
 
 
-def gemm_cell(acc: str, kind: str = "fma", fmt: str = "") -> specialise.Kernel:
-    """The cell of one kind of product; `fmt`, the factors' format, matters to tiles only."""
-    return _gemm_cell(acc, kind, fmt if kind == "amx" else "")
+def gemm_cell(
+    acc: str, kind: str = "fma", fmt: str = "", turned: bool = False
+) -> specialise.Kernel:
+    """The cell of one kind of product; `fmt`, the factors' format, matters to tiles only.
+
+    That of a transpose is another one where a sum has products of parts in an order.
+    """
+    return _gemm_cell(acc, kind, fmt if kind == "amx" else "", turned and kind in tiling.PARTS)
 
 
 @functools.cache
-def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
+def _gemm_cell(acc: str, kind: str, fmt: str, turned: bool) -> specialise.Kernel:
     r = registers(acc, kind)
     words = {
         **_cell_names(),
@@ -155,18 +161,18 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
     return specialise.kernel(
         gemm.gemm_cell,
         **words,
-        **_unit(acc, kind, fmt, r),
+        **_unit(acc, kind, fmt, r, turned),
         SUMS=intrinsics.make_elements(acc),
         ZERO=zero(acc),
     )
 
 
-def _unit(acc: str, kind: str, fmt: str, r: tiling.Registers) -> dict[str, Any]:
+def _unit(acc: str, kind: str, fmt: str, r: tiling.Registers, turned: bool) -> dict[str, Any]:
     """Return the micro-kernel of a kind, and what a thread does before and after its use."""
     streams = protocol.STREAM_COUNT
     emulated = kind in tiling.PARTS and host.tiles_of_parts() == "emulated"
     if kind in tiling.PARTS:
-        kernel = splits.make_split_kernel(r, streams, emulated)
+        kernel = splits.make_split_kernel(r, streams, emulated, turned)
     elif kind == "amx":
         kernel = amx.make_tile_kernel(fmt, r, streams)
     else:
@@ -212,7 +218,7 @@ def _residue_names() -> dict[str, Any]:
         "STEP": integers.STEP,
         "PANEL_BYTES": integers.PANEL_BYTES,
         "GAP": integers.GAP,
-        "ASKED": integers.ASKED,
+        "ASKED": residue_sums.ASKED,
     }
 
 
@@ -230,6 +236,7 @@ def panel_cell(of: Residues, by_rows: bool) -> specialise.Kernel:
         **_residue_names(),
         "BY_ROWS": by_rows,
         "MODULI": of.count,
+        "CHAINS": integers.CHAINS,
         "CHAIN_BYTES": integers.CHAIN_BYTES,
         "LIMIT_N": limit_n,
         "LIMIT_M": limit_m,
@@ -241,10 +248,12 @@ def panel_cell(of: Residues, by_rows: bool) -> specialise.Kernel:
         "TRANSPOSE": moves.make_transpose("float64", "float64", 8, 8),
         "TRANSPOSE_WORDS": moves.make_transpose("float32", "float32", 16, 16),
         "ADD_SQUARES": integers.make_add_squares(),
+        "ADD_SQUARES_ACROSS": integers.make_add_squares_across(),
         "NORM": integers.make_norm(),
         "SPLIT": integers.make_split(of),
+        "SPLIT_ACROSS": integers.make_split_across(of),
     }
-    for name in ("at_hand", "clear", "floor_log2", "exponent", "powers"):
+    for name in ("at_hand", "uncross", "clear", "floor_log2", "exponent", "powers"):
         words[name.upper()] = specialise.device(getattr(residues, name), **words)
     return specialise.kernel(residues.panel_cell, **words)
 
@@ -259,12 +268,13 @@ def residue_cell(of: Residues) -> specialise.Kernel:
         "STREAM_TABLE": protocol.STREAM_TABLE,
         "BLOCK_STEPS": tiling.RESIDUE_STEPS,
         "MODULI": of.count,
-        "KERNEL": integers.make_residue_kernel(emulated),
-        "REDUCE": integers.make_reduce(of),
-        "MAKE_NUMBERS": integers.make_numbers(of),
-        "ADD_PRODUCTS": integers.make_add_products(),
+        "KERNEL": residue_sums.make_residue_kernel(emulated),
+        "REDUCE": residue_sums.make_reduce(of),
+        "MAKE_NUMBERS": residue_sums.make_numbers(of),
+        "ADD_PRODUCTS": residue_sums.make_add_products(),
         **_open_and_close(not emulated),
     }
+    words["CLEAR"] = specialise.device(residues.clear, **words)
     words["PLAIN"] = specialise.device(residues.plain, **words)
     return specialise.kernel(residues.residue_cell, **words)
 
@@ -414,11 +424,11 @@ class Product(NamedTuple):
 
 
 @functools.cache
-def product(left: str, right: str, precision: str = "ieee") -> Product:
-    """Return the kernels that multiply factors of these formats."""
+def product(left: str, right: str, precision: str = "ieee", turned: bool = False) -> Product:
+    """Return the kernels that multiply factors of these formats, or make such a transpose."""
     acc, how = accumulator(left), kind(left, right, precision)
     packing = pack_a(left, acc, how), pack_b(right, acc, how)
-    cell = gemm_cell(acc, how, left)
+    cell = gemm_cell(acc, how, left, turned)
     return Product(registers(acc, how), cell, *packing, host.product_name(how, left))
 
 

@@ -26,14 +26,24 @@ def panel_cell(descriptor: int, cell: int, workspace: int) -> None:
     target = c[3 * S_OUT] + i0 // PANEL * c[3 * S_OUT + 1]
     exponents = NUMBERS(c[3 * S_PRE] + 8 * i0)
     chains = workspace + d[D_STRIP]
-    powers = chains + PANEL * CHAIN_BYTES
+    crossed = chains + PANEL * CHAIN_BYTES
+    powers = crossed + PANEL * CHAIN_BYTES
     held = powers + PANEL * 16
     staged = held + PANEL * STEP * 8
-    CLEAR(chains, PANEL * CHAIN_BYTES // 8)
+    CLEAR(chains, 2 * PANEL * CHAIN_BYTES // 8)
+    # Where columns of B are neighbours in memory, whole steps of a panel are taken across them.
+    across = not BY_ROWS and line == 8 and inner != 8 and lines == PANEL and sums == 1
+    whole = k // STEP * STEP if across else 0
+    if across:
+        at = base + i0 * line
+        for p in range(whole):
+            place = crossed + p % CHAINS * PANEL * 8
+            ADD_SQUARES_ACROSS(at + p * inner, place, place + PANEL * CHAIN_BYTES // 2)
+        UNCROSS(crossed, chains)
     for s in range(sums):
         at, _ = SUM_OFFSETS(descriptor, s, base, 0)
         at += i0 * line
-        for p in range(0, k, STEP):
+        for p in range(whole, k, STEP):
             source, step = AT_HAND(at + p * inner, line, inner, lines, min(STEP, k - p), held)
             for r in range(lines):
                 ADD_SQUARES(source + r * step, chains + r * CHAIN_BYTES)
@@ -41,21 +51,28 @@ def panel_cell(descriptor: int, cell: int, workspace: int) -> None:
         exponents[r] = 0.0
         if r < lines:
             exponents[r] = EXPONENT(chains + r * CHAIN_BYTES, d[D_SPREAD])
-        POWERS(exponents[r], powers + 16 * r)
+        POWERS(exponents[r], powers + 8 * r)
+    for p in range(0, whole, STEP):
+        at, to = base + i0 * line + p * inner, target + p // STEP * PANEL_BYTES
+        for half in range(2):
+            own = powers + 8 * 16 * half
+            for q in range(STEP // 4):
+                source = at + 4 * q * inner + 16 * line * half
+                SPLIT_ACROSS(source, inner, own, to + q * 2 * STEP + half * STEP, plane)
     for s in range(sums):
         at, _ = SUM_OFFSETS(descriptor, s, base, 0)
         at += i0 * line
-        for p in range(0, k, STEP):
+        for p in range(whole, k, STEP):
             source, step = AT_HAND(at + p * inner, line, inner, lines, min(STEP, k - p), held)
             to = target + (s * steps + p // STEP) * PANEL_BYTES
             if BY_ROWS:
                 for r in range(PANEL):
                     own = source + min(r, lines - 1) * step
-                    SPLIT(own, powers + 16 * r, to + r * STEP, plane)
+                    SPLIT(own, powers + 8 * r, to + r * STEP, plane)
             else:
                 for r in range(PANEL):
                     own = source + min(r, lines - 1) * step
-                    SPLIT(own, powers + 16 * r, staged + r * STEP, PANEL_BYTES + GAP)
+                    SPLIT(own, powers + 8 * r, staged + r * STEP, PANEL_BYTES + GAP)
                 for t in range(MODULI):
                     for half in range(2):
                         place = staged + t * (PANEL_BYTES + GAP) + half * PANEL_BYTES // 2
@@ -83,6 +100,15 @@ def at_hand(at: int, line: int, inner: int, lines: int, live: int, held: int) ->
         for p in range(live, STEP):
             copied[p] = 0.0
     return held, step
+
+
+def uncross(crossed: int, chains: int) -> None:
+    """Put the chains of all lines, a row of 32 lines for each, where each line has its own."""
+    found = NUMBERS(crossed)
+    for r in range(PANEL):
+        own = NUMBERS(chains + r * CHAIN_BYTES)
+        for i in range(2 * CHAINS):
+            own[i] = found[i * PANEL + r]
 
 
 def clear(address: int, count: int) -> None:
@@ -125,12 +151,12 @@ def floor_log2(address: int) -> int:
 
 
 def powers(n: float, address: int) -> None:
-    """Write two normal numbers whose product is 2^n; of NaN, of 1."""
+    """Write two normal numbers whose product is 2^n, a panel apart; of NaN, of 1."""
     bits = WORDS(address)
     whole = 0 if n != n else int(n)
     half = whole >> 1
     bits[0] = (half + 1023) << 52
-    bits[1] = (whole - half + 1023) << 52
+    bits[PANEL] = (whole - half + 1023) << 52
 
 
 def residue_cell(descriptor: int, cell: int, workspace: int) -> None:
@@ -155,6 +181,8 @@ def residue_cell(descriptor: int, cell: int, workspace: int) -> None:
     sums, strip = workspace + d[D_PLANE], workspace + d[D_STRIP]
     found = sums + down * across * PANEL * PANEL * 4
     found_plane = down * across * PANEL * PANEL
+    if steps == 0:
+        CLEAR(found, MODULI * found_plane // 8)  # an empty sum is zero
     for t in range(MODULI):
         for first in range(0, steps, BLOCK_STEPS):
             count = min(BLOCK_STEPS, steps - first)

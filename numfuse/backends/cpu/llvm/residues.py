@@ -1,9 +1,9 @@
-"""Products of float64 by integers of 8 bits: their residues, AMX tiles of them, and the way back.
+"""Lines of float64 as residues of 8 bits: the sums of squares that scale them, and their bytes.
 
-An integer of a scaled factor is cut into pieces of some 15 bits, and a modulus has it as the sum of
-their products with what it leaves of their powers of two, exact in float32. Bytes of factors are
-from -p/2 to p/2, those of sums from 0 to p - 1. Scales and numbers go by the operations that GPUs
-have (`backends.cuda.kernels.residues`), in their order, and so have the same bits.
+An integer of a scaled line is cut into pieces of some 15 bits, and a modulus p has it as the sum of
+their products with what it leaves of their powers of two, exact in float32: a byte from -p/2 to
+p/2. Scales, here, and numbers (`residue_sums`) go by the operations that GPUs have
+(`backends.cuda.kernels.residues`), in their order, and so have the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -27,8 +27,6 @@ from numfuse.backends.cpu.llvm.vectors import (
     lane_numbers,
     multiply_add,
     pointer_to,
-    prefetch,
-    stack,
     vector_of,
 )
 from numfuse.backends.cpu.tiling import LINE
@@ -40,37 +38,43 @@ PANEL_BYTES = PANEL * STEP
 #: Bytes behind a plane, that of a modulus, and behind a step of one that waits to be turned: a line
 #: of all moduli is written at once, and without them all would meet in one set of level 1.
 GAP = LINE
-#: Requests of a step to the caches, for each factor.
-ASKED = 3
 #: A number below 2^51, plus and minus this, is rounded to the nearest integer; the same of float32.
-_ROUNDER, _ROUNDER_32 = 1.5 * 2.0**52, 1.5 * 2.0**23
+ROUNDER, ROUNDER_32 = 1.5 * 2.0**52, 1.5 * 2.0**23
 #: Chains of a sum of squares, as a GPU's row has threads, and bytes of them and of their largest.
-_CHAINS = 32
-CHAIN_BYTES = 2 * 8 * _CHAINS
-_F64, _F32 = ir.DoubleType(), ir.FloatType()
-_D8, _F16 = vector_of(_F64, 8), vector_of(_F32, 16)
-_L8, _I16 = vector_of(I64, 8), vector_of(I32, 16)
+CHAINS = 32
+CHAIN_BYTES = 2 * 8 * CHAINS
+F64, F32 = ir.DoubleType(), ir.FloatType()
+DOUBLES, FLOATS = vector_of(F64, 8), vector_of(F32, 16)
+LONGS, WORDS = vector_of(I64, 8), vector_of(I32, 16)
 
 
-def _all(kind: ir.VectorType, value: Any) -> ir.Constant:
+def splat(kind: ir.VectorType, value: Any) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def _balanced(x: int, p: int) -> int:
+def balanced(x: int, p: int) -> int:
     """Return what is left of x modulo p, from -p/2 to p/2."""
     return (x + p // 2) % p - p // 2
 
 
-def _single(x: float) -> float:
+def single(x: float) -> float:
     """Return the nearest float32, as llvmlite wants its constants."""
     (found,) = struct.unpack("f", struct.pack("f", x))
     return float(found)
 
 
-def _rounded(b: ir.IRBuilder, x: ir.Value, factor: ir.Value, rounder: float) -> ir.Value:
+def rounded(b: ir.IRBuilder, x: ir.Value, factor: ir.Value, rounder: float) -> ir.Value:
     """Return x times a factor as the nearest integer."""
-    magic = _all(x.type, rounder)
+    magic = splat(x.type, rounder)
     return b.fsub(multiply_add(b, x, factor, magic), magic)
+
+
+def _add_square(b: ir.IRBuilder, x: ir.Value, sums: ir.Value, tops: ir.Value) -> None:
+    """Add the squares of 8 numbers to sums, and take their sizes where they are the largest."""
+    total, top = b.load(sums, align=8), b.load(tops, align=8)
+    size = call(b, "llvm.fabs.v8f64", x, result=DOUBLES)
+    b.store(multiply_add(b, size, size, total), sums, align=8)
+    b.store(b.select(b.fcmp_ordered(">", size, top), size, top), tops, align=8)
 
 
 @functools.cache
@@ -82,18 +86,24 @@ def make_add_squares() -> Any:
     """
 
     def body(b: ir.IRBuilder, source: ir.Value, chains: ir.Value) -> None:
-        for i in range(_CHAINS // 8):
-            places = [pointer_to(b, chains, at + LINE * i, _D8) for at in (0, 8 * _CHAINS)]
-            total, top = (b.load(place, align=8) for place in places)
-            for at in (0, 8 * _CHAINS):
-                x = b.load(pointer_to(b, source, at + LINE * i, _D8), align=8)
-                size = call(b, "llvm.fabs.v8f64", x, result=_D8)
-                total = multiply_add(b, size, size, total)
-                top = b.select(b.fcmp_ordered(">", size, top), size, top)
-            for x, place in zip((total, top), places, strict=True):
-                b.store(x, place, align=8)
+        for at in range(0, 8 * STEP, LINE):
+            place = at % (8 * CHAINS)
+            sums, tops = (pointer_to(b, chains, x, DOUBLES) for x in (place, place + 8 * CHAINS))
+            _add_square(b, b.load(pointer_to(b, source, at, DOUBLES), align=8), sums, tops)
 
     return address_intrinsic("add_squares", "float64", 2, body)
+
+
+@functools.cache
+def make_add_squares_across() -> Any:
+    """``add_squares_across(source, sums, tops)``: one float64 of each of 32 lines, side by side."""
+
+    def body(b: ir.IRBuilder, source: ir.Value, *to: ir.Value) -> None:
+        for at in range(0, 8 * PANEL, LINE):
+            places = (pointer_to(b, x, at, DOUBLES) for x in to)
+            _add_square(b, b.load(pointer_to(b, source, at, DOUBLES), align=8), *places)
+
+    return address_intrinsic("add_squares_across", "float64", 3, body)
 
 
 @functools.cache
@@ -101,33 +111,15 @@ def make_norm() -> Any:
     """``norm(chains, target)``: the sum of squares and the largest, of chains in their order."""
 
     def body(b: ir.IRBuilder, chains: ir.Value, target: ir.Value) -> None:
-        total = top = _F64(0.0)
-        for i in range(_CHAINS):
-            total = b.fadd(total, b.load(pointer_to(b, chains, 8 * i, _F64)))
-            x = b.load(pointer_to(b, chains, 8 * (_CHAINS + i), _F64))
+        total = top = F64(0.0)
+        for i in range(CHAINS):
+            total = b.fadd(total, b.load(pointer_to(b, chains, 8 * i, F64)))
+            x = b.load(pointer_to(b, chains, 8 * (CHAINS + i), F64))
             top = b.select(b.fcmp_ordered(">", x, top), x, top)
         for i, x in enumerate((total, top)):
-            b.store(x, pointer_to(b, target, 8 * i, _F64))
+            b.store(x, pointer_to(b, target, 8 * i, F64))
 
     return address_intrinsic("norm", "float64", 2, body)
-
-
-@functools.cache
-def make_add_products() -> Any:
-    """``add_products(x, x_step, y, y_step, count, target)``: a chain of float64, in its order."""
-
-    def body(b: ir.IRBuilder, *args: ir.Value) -> None:
-        x, x_step, y, y_step, count, target = args
-        place = pointer_to(b, target, 0, _F64)
-        with cgutils.for_range(b, count) as loop:
-            left, right = (
-                b.load(pointer_to(b, at, b.mul(loop.index, step), _F64))
-                for at, step in ((x, x_step), (y, y_step))
-            )
-            total = call(b, "llvm.fma.f64", left, right, b.load(place), result=_F64)
-            b.store(total, place)
-
-    return address_intrinsic("add_products", "float64", 6, body)
 
 
 @functools.cache
@@ -147,266 +139,88 @@ def pieces(of: Residues) -> tuple[int, int]:
     raise ValueError(f"{of.count} moduli need more pieces")
 
 
+def _pieces(
+    b: ir.IRBuilder, of: Residues, halves: Sequence[tuple[ir.Value, ir.Value, ir.Value]]
+) -> list[ir.Value]:
+    """Return the pieces of 16 numbers, the lowest first: two vectors, and what these are times."""
+    count, bits = pieces(of)
+    found = []
+    for x, low, high in halves:
+        x = call(b, "llvm.rint.v8f64", b.fmul(b.fmul(x, low), high), result=DOUBLES)
+        own = []
+        for _ in range(count - 1):
+            upper = b.fmul(x, splat(DOUBLES, 2.0**-bits))
+            upper = call(b, "llvm.rint.v8f64", upper, result=DOUBLES)
+            own.append(multiply_add(b, upper, splat(DOUBLES, -(2.0**bits)), x))
+            x = upper
+        found.append([b.fptrunc(piece, vector_of(F32, 8)) for piece in (*own, x)])
+    both = lane_numbers([*range(16)])
+    return [b.shuffle_vector(x, y, both) for x, y in zip(*found, strict=True)]
+
+
+def _residue(b: ir.IRBuilder, of: Residues, cut: Sequence[ir.Value], p: int) -> ir.Value:
+    """Return words whose lowest byte is the residue modulo p of numbers that are cut in pieces."""
+    _, bits = pieces(of)
+    value, *others = cut
+    for i, piece in enumerate(others, 1):
+        power = splat(FLOATS, float(balanced(1 << bits * i, p)))
+        value = multiply_add(b, piece, power, value)
+    quotient = rounded(b, value, splat(FLOATS, single(1 / p)), ROUNDER_32)
+    rest = multiply_add(b, quotient, splat(FLOATS, float(-p)), value)
+    return b.bitcast(b.fadd(rest, splat(FLOATS, ROUNDER_32)), WORDS)
+
+
 @functools.cache
 def make_split(of: Residues) -> Any:
     """``split(source, powers, target, plane)``: residues of 64 contiguous float64.
 
-    They are multiplied by the two float64 at `powers` and rounded. Those of modulus t are 64 bytes
-    at ``target + t * plane``.
+    They are multiplied by the float64 at `powers` and the one a panel behind it, and rounded. Those
+    of modulus t are 64 bytes at ``target + t * plane``.
     """
-    count, bits = pieces(of)
 
     def body(b: ir.IRBuilder, source: ir.Value, powers: ir.Value, *to: ir.Value) -> None:
         target, plane = to
-        low, high = (broadcast(b, b.load(pointer_to(b, powers, 8 * i, _F64)), 8) for i in range(2))
-
-        def cut(at: ir.Value) -> list[ir.Value]:
-            """Return the pieces of 8 numbers, the lowest first."""
-            x = b.load(pointer_to(b, at, 0, _D8), align=8)
-            x = call(b, "llvm.rint.v8f64", b.fmul(b.fmul(x, low), high), result=_D8)
-            found = []
-            for _ in range(count - 1):
-                upper = b.fmul(x, _all(_D8, 2.0**-bits))
-                upper = call(b, "llvm.rint.v8f64", upper, result=_D8)
-                found.append(multiply_add(b, upper, _all(_D8, -(2.0**bits)), x))
-                x = upper
-            return [b.fptrunc(piece, vector_of(_F32, 8)) for piece in (*found, x)]
-
+        own = [broadcast(b, b.load(pointer_to(b, powers, at, F64)), 8) for at in (0, 8 * PANEL)]
         with cgutils.for_range(b, I64(STEP // 16)) as loop:
             at = b.add(source, b.mul(loop.index, I64(2 * LINE)))
-            halves = zip(cut(at), cut(b.add(at, I64(LINE))), strict=True)
-            first, *others = [b.shuffle_vector(x, y, lane_numbers([*range(16)])) for x, y in halves]
+            values = [b.load(pointer_to(b, at, x, DOUBLES), align=8) for x in (0, LINE)]
+            cut = _pieces(b, of, [(x, *own) for x in values])
             place = b.add(target, b.mul(loop.index, I64(16)))
             for p in of.moduli:
-                value = first
-                for i, piece in enumerate(others, 1):
-                    power = _all(_F16, float(_balanced(1 << bits * i, p)))
-                    value = multiply_add(b, piece, power, value)
-                quotient = _rounded(b, value, _all(_F16, _single(1 / p)), _ROUNDER_32)
-                rest = multiply_add(b, quotient, _all(_F16, float(-p)), value)
-                whole = b.bitcast(b.fadd(rest, _all(_F16, _ROUNDER_32)), _I16)
-                narrow = b.trunc(whole, vector_of(I8, 16))
+                narrow = b.trunc(_residue(b, of, cut, p), vector_of(I8, 16))
                 b.store(narrow, pointer_to(b, place, 0, narrow.type), align=1)
                 place = b.add(place, plane)
 
     return address_intrinsic("split", str(of.count), 4, body)
 
 
-class _Tiles:
-    """The tile registers: sums 0 to 3, of A 4 and 5, of B 6 and 7."""
-
-    def __init__(self, b: ir.IRBuilder) -> None:
-        self.b = b
-
-    def zero(self, tile: int) -> None:
-        call(self.b, "llvm.x86.tilezero", I8(tile))
-
-    def load(self, tile: int, at: ir.Value, step: int) -> None:
-        call(self.b, "llvm.x86.tileloadd64", I8(tile), pointer_to(self.b, at, 0, I8), I64(step))
-
-    def store(self, tile: int, at: ir.Value, step: int) -> None:
-        call(self.b, "llvm.x86.tilestored64", I8(tile), pointer_to(self.b, at, 0, I8), I64(step))
-
-    def product(self, sums: int, x: int, y: int) -> None:
-        call(self.b, "llvm.x86.tdpbssd", I8(sums), I8(x), I8(y))
-
-
-class _Emulated(_Tiles):
-    """The same on the stack, for processors without them."""
-
-    def __init__(self, b: ir.IRBuilder) -> None:
-        super().__init__(b)
-        self.base = b.ptrtoint(stack(b, 8 * 16 * LINE), I64)
-
-    def _row(self, tile: int, row: Any) -> ir.Value:
-        offset = self.b.add(I64(tile * 16 * LINE), self.b.mul(row, I64(LINE)))
-        return pointer_to(self.b, self.base, offset, _I16)
-
-    def _rows(self, emit: Callable[[ir.Value], None]) -> None:
-        with cgutils.for_range(self.b, I64(16)) as loop:
-            emit(loop.index)
-
-    def zero(self, tile: int) -> None:
-        self._rows(lambda row: self.b.store(ir.Constant(_I16, None), self._row(tile, row), align=4))
-
-    def load(self, tile: int, at: ir.Value, step: int) -> None:
-        def one(row: ir.Value) -> None:
-            place = pointer_to(self.b, at, self.b.mul(row, I64(step)), _I16)
-            self.b.store(self.b.load(place, align=4), self._row(tile, row), align=4)
-
-        self._rows(one)
-
-    def store(self, tile: int, at: ir.Value, step: int) -> None:
-        def one(row: ir.Value) -> None:
-            place = pointer_to(self.b, at, self.b.mul(row, I64(step)), _I16)
-            self.b.store(self.b.load(self._row(tile, row), align=4), place, align=4)
-
-        self._rows(one)
-
-    def product(self, sums: int, x: int, y: int) -> None:
-        """Emit TDPBSSD as its manual has it: four products of signed bytes to each sum."""
-        b = self.b
-
-        def bytes_of(words: ir.Value) -> list[ir.Value]:
-            shifts = [_all(_I16, 24 - 8 * i) for i in range(4)]
-            return [b.ashr(b.shl(words, shift), _all(_I16, 24)) for shift in shifts]
-
-        def one(row: ir.Value) -> None:
-            place = self._row(sums, row)
-            own = b.ptrtoint(self._row(x, row), I64)
-            with cgutils.for_range(b, I64(16)) as loop:
-                at = pointer_to(b, own, b.mul(loop.index, I64(4)), I32)
-                left = bytes_of(broadcast(b, b.load(at, align=4), 16))
-                right = bytes_of(b.load(self._row(y, loop.index), align=4))
-                total = b.load(place, align=4)
-                for factors in zip(left, right, strict=True):
-                    total = b.add(total, b.mul(*factors))
-                b.store(total, place, align=4)
-
-        self._rows(one)
-
-
 @functools.cache
-def make_residue_kernel(emulated: bool) -> Any:
-    """``kernel(steps, a, b, sums, first, next_a, pace_a, next_b, pace_b)``: sums += A B.
+def make_split_across(of: Residues) -> Any:
+    """``split_across(source, stride, powers, target, plane)``: residues of 4 values of 16 lines.
 
-    They are 32 x 32 int32 of a panel of each, in contiguous rows, and begin from zero where `first`
-    is not 0. A has 32 rows of 64 bytes for each step, B 16 rows of 32 times four bytes along K;
-    both steps are 2 KiB. Each step asks level 2 for `ASKED` more addresses from `next_a` on, and
-    as many from `next_b` on, which lie a pace apart.
+    The lines are side by side in memory, as their powers are; values lie `stride` apart. Those of
+    modulus t are 64 bytes at ``target + t * plane``, the four of a line side by side.
     """
 
-    def body(b: ir.IRBuilder, steps: ir.Value, *args: ir.Value) -> None:
-        x, y, sums, first, *asked = args
-        unit = _Emulated(b) if emulated else _Tiles(b)
-        places = [(i, j) for i in range(2) for j in range(2)]
-        pitch = 2 * LINE
+    def body(b: ir.IRBuilder, source: ir.Value, stride: ir.Value, *rest: ir.Value) -> None:
+        powers, target, plane = rest
+        scales = [
+            [b.load(pointer_to(b, powers, x + y, DOUBLES), align=8) for y in (0, 8 * PANEL)]
+            for x in (0, LINE)
+        ]
+        cuts = []
+        for _ in range(4):
+            values = [b.load(pointer_to(b, source, x, DOUBLES), align=8) for x in (0, LINE)]
+            cuts.append(_pieces(b, of, [(x, *y) for x, y in zip(values, scales, strict=True)]))
+            source = b.add(source, stride)
+        low = splat(WORDS, 255)
+        for p in of.moduli:
+            words = _residue(b, of, cuts[0], p)
+            words = b.and_(words, low)
+            for i, cut in enumerate(cuts[1:], 1):
+                byte = b.and_(_residue(b, of, cut, p), low)
+                words = b.or_(words, b.shl(byte, splat(WORDS, 8 * i)))
+            b.store(words, pointer_to(b, target, 0, WORDS), align=4)
+            target = b.add(target, plane)
 
-        def at(i: int, j: int) -> ir.Value:
-            return b.add(sums, I64(16 * pitch * i + LINE * j))
-
-        with b.if_else(b.icmp_signed("!=", first, I64(0))) as (fresh, running):
-            with fresh:
-                for i, j in places:
-                    unit.zero(2 * i + j)
-            with running:
-                for i, j in places:
-                    unit.load(2 * i + j, at(i, j), pitch)
-        with cgutils.for_range(b, steps) as loop:
-            offset = b.mul(loop.index, I64(PANEL_BYTES))
-            x_at, y_at = b.add(x, offset), b.add(y, offset)
-            for base, pace in zip(asked[::2], asked[1::2], strict=True):
-                at_hand = b.add(base, b.mul(b.mul(loop.index, I64(ASKED)), pace))
-                for _ in range(ASKED):
-                    prefetch(b, at_hand)
-                    at_hand = b.add(at_hand, pace)
-            for j in range(2):
-                unit.load(6 + j, b.add(y_at, I64(LINE * j)), pitch)
-            for i in range(2):
-                unit.load(4 + i, b.add(x_at, I64(16 * LINE * i)), LINE)
-                for j in range(2):
-                    unit.product(2 * i + j, 4 + i, 6 + j)
-        for i, j in places:
-            unit.store(2 * i + j, at(i, j), pitch)
-
-    return address_intrinsic("residue_kernel", str(emulated), 9, body)
-
-
-def _table(b: ir.IRBuilder, name: str, values: Sequence[float], kind: ir.Type) -> ir.Value:
-    """Return the address of constants in the module."""
-    held = ir.ArrayType(kind, len(values))
-    if name not in b.module.globals:
-        made = ir.GlobalVariable(b.module, held, name)
-        made.linkage, made.global_constant, made.align = "internal", True, 64
-        made.initializer = ir.Constant(held, list(values))
-    return b.ptrtoint(b.module.globals[name], I64)
-
-
-@functools.cache
-def make_reduce(of: Residues) -> Any:
-    """``reduce(sums, modulus, target)``: 32 x 32 sums of int32 become bytes from 0 to p - 1.
-
-    A sum is 2^16 h + l; h (2^16 mod p) + l is below 2^22.1, and exact in float32. Its quotient by
-    p is off by 2^-9.4 at the most, less than the 1 / 2p that lie between the middle of two integers
-    and the nearest multiple of 1 / p.
-    """
-    constants = [
-        value
-        for p in of.moduli
-        for value in (float(_balanced(1 << 16, p)), _single(1 / p), float(-p), float((p - 1) // 2))
-    ]
-
-    def body(b: ir.IRBuilder, sums: ir.Value, modulus: ir.Value, target: ir.Value) -> None:
-        base = _table(b, f"numfuse_moduli_{of.count}", constants, _F32)
-        base = b.add(base, b.mul(modulus, I64(16)))
-        power, inverse, less, middle = (
-            broadcast(b, b.load(pointer_to(b, base, 4 * i, _F32), align=4), 16) for i in range(4)
-        )
-        sixteen, magic = _all(_I16, 16), _all(_F16, _ROUNDER_32)
-        with cgutils.for_range(b, I64(PANEL * PANEL // 16)) as loop:
-            at = b.add(sums, b.mul(loop.index, I64(LINE)))
-            x = b.load(pointer_to(b, at, 0, _I16), align=4)
-            upper = b.ashr(b.add(x, _all(_I16, 1 << 15)), sixteen)
-            lower = b.ashr(b.shl(x, sixteen), sixteen)
-            value = multiply_add(b, b.sitofp(upper, _F16), power, b.sitofp(lower, _F16))
-            value = b.fsub(value, middle)
-            rest = multiply_add(b, _rounded(b, value, inverse, _ROUNDER_32), less, value)
-            bits = b.bitcast(b.fadd(rest, b.fadd(middle, magic)), _I16)
-            narrow = b.trunc(bits, vector_of(I8, 16))
-            place = pointer_to(b, target, b.mul(loop.index, I64(16)), narrow.type)
-            b.store(narrow, place, align=1)
-
-    return address_intrinsic("reduce", str(of.count), 3, body)
-
-
-def _power(b: ir.IRBuilder, n: ir.Value) -> ir.Value:
-    """Return 2^n of integers, normal."""
-    return b.bitcast(b.shl(b.add(n, _all(_L8, 1023)), _all(_L8, 52)), _D8)
-
-
-@functools.cache
-def make_numbers(of: Residues) -> Any:
-    """``numbers(source, plane, row, columns, target)``: 32 sums of a row from their residues.
-
-    Those of modulus t are 32 bytes at ``source + t * plane``. The exponents of the row and of the
-    columns are float64 at `row` and `columns`; so are the numbers at `target`, any where an
-    exponent is NaN.
-    """
-    highs, lows = of.weights
-    scale_n, scale_high, scale_low = of.scale
-
-    def body(b: ir.IRBuilder, source: ir.Value, plane: ir.Value, *args: ir.Value) -> None:
-        row, columns, target = args
-        own = broadcast(b, b.load(pointer_to(b, row, 0, _F64), align=8), 8)
-        magic, zeros = _all(_D8, _ROUNDER), ir.Constant(_D8, None)
-        with cgutils.for_range(b, I64(PANEL // 8)) as loop:
-            at, high, low = b.add(source, b.mul(loop.index, I64(8))), zeros, zeros
-            for weight, rest in zip(highs, lows, strict=True):
-                narrow = b.load(pointer_to(b, at, 0, vector_of(I8, 8)), align=1)
-                residue = b.sitofp(b.zext(narrow, vector_of(I32, 8)), _D8)
-                high = multiply_add(b, residue, _all(_D8, weight), high)
-                low = multiply_add(b, residue, _all(_D8, rest), low)
-                at = b.add(at, plane)
-            high = b.fsub(high, b.fsub(b.fadd(high, magic), magic))
-            top = b.fadd(high, low)
-            part = b.fsub(top, high)
-            rest = b.fadd(b.fsub(high, b.fsub(top, part)), b.fsub(low, part))
-            scale = _all(_D8, scale_high)
-            product = b.fmul(top, scale)
-            error = multiply_add(b, top, scale, b.fneg(product))
-            small = multiply_add(b, top, _all(_D8, scale_low), b.fmul(rest, scale))
-            value = b.fadd(product, b.fadd(error, small))
-            offset = b.mul(loop.index, I64(LINE))
-            other = b.load(pointer_to(b, columns, offset, _D8), align=8)
-            n = b.fsub(_all(_D8, float(scale_n)), b.fadd(own, other))
-            # Beyond that all are infinite, or 0.
-            for edge, beyond in ((2000.0, ">"), (-2000.0, "<")):
-                limit = _all(_D8, edge)
-                n = b.select(b.fcmp_ordered(beyond, n, limit), limit, n)
-            n = b.select(b.fcmp_ordered("ord", n, n), n, zeros)
-            whole = b.fptosi(n, _L8)
-            half = b.ashr(whole, _all(_L8, 1))
-            value = b.fmul(b.fmul(value, _power(b, half)), _power(b, b.sub(whole, half)))
-            b.store(value, pointer_to(b, target, offset, _D8), align=8)
-
-    return address_intrinsic("numbers", str(of.count), 5, body)
+    return address_intrinsic("split_across", str(of.count), 5, body)

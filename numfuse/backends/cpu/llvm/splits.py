@@ -139,9 +139,16 @@ class _Block:
     """One output of ``16 heights x 16 widths``; tile registers: sums 0-3, A 4 and 5, B 6 and 7."""
 
     def __init__(
-        self, builder: ir.IRBuilder, unit: Any, r: Registers, heights: int, widths: int, args: Any
+        self,
+        builder: ir.IRBuilder,
+        unit: Any,
+        r: Registers,
+        heights: int,
+        widths: int,
+        turned: bool,
+        args: Any,
     ) -> None:
-        self.builder, self.unit, self.r = builder, unit, r
+        self.builder, self.unit, self.r, self.turned = builder, unit, r, turned
         self.parts = PARTS[r.kind]
         self.heights, self.widths = heights, widths
         self.k, self.a, self.b, self.b_step = args
@@ -159,7 +166,12 @@ class _Block:
             self.unit.zero(2 * i + j)
 
     def add(self, products: Sequence[tuple[int, int]], each: Callable[..., None]) -> None:
-        """Add these products of parts for all steps of K; `each` emits what a step does besides."""
+        """Add these products of parts for all steps of K; `each` emits what a step does besides.
+
+        Where the product is the transpose of the one that is meant, A has the parts of its B.
+        """
+        if self.turned:
+            products = [pair[::-1] for pair in products]
         b, unit = self.builder, self.unit
         start = b.block
         loop = b.append_basic_block("parts.loop")
@@ -293,11 +305,11 @@ def _sums(
 
 
 @functools.cache
-def make_split_kernel(r: Registers, streams: int, emulated: bool) -> Any:
+def make_split_kernel(r: Registers, streams: int, emulated: bool, turned: bool = False) -> Any:
     """`amx.make_tile_kernel` on parts: the same arguments, with these differences.
 
     `a` is a panel of `parts.pack_parts_a`, `b` one of `parts.pack_parts_b`.  Sums are made from
-    zero and then added to ``before``.
+    zero and then added to ``before``. Those of a transpose (`turned`) have the bits of the others.
     """
 
     def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
@@ -314,10 +326,10 @@ def make_split_kernel(r: Registers, streams: int, emulated: bool) -> Any:
                 entered = builder.append_basic_block(f"parts.{heights}x{widths}")
                 switch.add_case(I64(2 * heights + widths - 3), entered)
                 builder.position_at_end(entered)
-                block = _Block(builder, unit, r, heights, widths, args[:4])
+                block = _Block(builder, unit, r, heights, widths, turned, args[:4])
                 _sums(builder, block, r.requests // streams, streams, scratch, args[4:])
                 builder.branch(end)
         builder.position_at_end(end)
 
-    key = f"{r.kind},{r.mr},{r.nr},{r.requests},{streams},{emulated}"
+    key = f"{r.kind},{r.mr},{r.nr},{r.requests},{streams},{emulated},{turned}"
     return address_intrinsic("split_kernel", key, 12, body)
