@@ -738,13 +738,15 @@ CASES = [
           HOPPER, ("wgmma",)),
 ]  # fmt: skip
 
+#: Its kernel is assembled by the driver.
+ASKING = "wgmma bf16"
 if not weekly.ALL:
     # Every word of their names but sizes is met, and every GPU. (All take a core 15 minutes.)
     WORDS = {
         case.name: {*re.findall(r"[^\W\d][\w.']+", case.name), case.info.capability}
         for case in CASES
     }
-    CHOSEN = weekly.covering(WORDS)
+    CHOSEN = weekly.covering(WORDS) | {ASKING}
     CASES = [case for case in CASES if case.name in CHOSEN]
 
 
@@ -859,7 +861,7 @@ def test_what_is_loaded_has_no_spills_either(case):
 @pytest.mark.long(shared=True)
 @pytest.mark.usefixtures("compiled_before")
 def test_the_kernels_that_ask_for_registers_are_assembled_by_the_driver():
-    (launch,) = next(case for case in CASES if case.name == "wgmma bf16").launches
+    (launch,) = next(case for case in CASES if case.name == ASKING).launches
     code, entry = launch.kernel.binary((9, 0))
     assert code.startswith(b"//") and entry.encode() in code
     assert launch.kernel.linked((9, 0)).startswith(b"\x7fELF")  # where it has no assembler

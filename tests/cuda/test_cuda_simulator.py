@@ -109,7 +109,7 @@ def test_the_suite_passes_where_float64_is_made_of_integers():
     assert done.stdout.count("PASSED") >= 12, done.stdout[-1000:]
 
 
-@pytest.mark.long
+@pytest.mark.long(shared=True)  # (the longest of all: begun first)
 def test_arrays_of_a_device_stay_there_in_the_simulator():
     done = ARRAYS.result()
     assert done.returncode == 0, done.stdout[-6000:]

@@ -197,6 +197,21 @@ def make_plan(
     return Plan(cell.address, descriptor, tuple(places), cells, stride, threads, call, kernels)
 
 
+def sizes_of(a: Operand, b: Operand, axes: Axes) -> dict[str, int]:
+    """Return the words that tell a product's lengths and its factors' strides."""
+    return {
+        "D_M": a.shape[-2],
+        "D_N": b.shape[-1],
+        "D_K": a.shape[-1],
+        "D_SUM_AXES": axes.summed,
+        "D_SUM_SIZE": axes.sums,
+        "D_A_ROW": a.strides[-2],
+        "D_A_K": a.strides[-1],
+        "D_B_K": b.strides[-2],
+        "D_B_COLUMN": b.strides[-1],
+    }
+
+
 def is_turned(a: Operand, b: Operand, slots: Slots) -> bool:
     """Return whether the transpose of a product is made.
 
@@ -243,17 +258,7 @@ def product(
     chunked = slots.sums is not None
     fmas = m * n * k * axes.elements * axes.sums
     acc = library.accumulator(a.fmt)
-    head = {
-        "D_M": m,
-        "D_N": n,
-        "D_K": k,
-        "D_SUM_AXES": axes.summed,
-        "D_SUM_SIZE": axes.sums,
-        "D_A_ROW": a_row,
-        "D_A_K": a_k,
-        "D_B_K": b_k,
-        "D_B_COLUMN": b_column,
-    }
+    head = sizes_of(a, b, axes)
     r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt, precision, turned)
     split = r.kind in tiling.PARTS
     thin = m <= tiling.THIN_ROWS and not split

@@ -94,7 +94,8 @@ def fused(p: FusedProblem, names: Sequence[str], threads: int, precision: str = 
     itemsize = wide * vectors.itemsize(acc) + held * vectors.itemsize(library.grad_pre_format(fmt))
     itemsize = max(itemsize, summing * vectors.itemsize(acc))
     blocks = max(1, p.m), max(1, math.prod(p.batch))
-    if itemsize and not count_of(precision):  # (a block would make residues of b anew)
+    whole = precision != "ieee" and count_of(precision)  # (a block would make residues anew)
+    if itemsize and not whole:
         kept = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, kept, itemsize, library.chunk(fmt))
     part = Part(arrays, *blocks, partial(work, p), _by_rows(p), (*p.summed, *p.products))

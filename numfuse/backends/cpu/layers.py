@@ -82,7 +82,7 @@ def backward(
     if not p.activation.is_identity:
         held = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, held, size, chunk)
-        if count_of(precision):  # each block would make residues of b anew, larger than grad_pre
+        if precision != "ieee" and count_of(precision):  # (a block would make residues anew)
             blocks = max(1, p.m), max(1, math.prod(p.batch))
         whole = Part(arrays, *blocks, partial(_backward, p))
         return record(p, names, [whole], threads, precision=precision)
@@ -172,7 +172,7 @@ def _whole(p: Any, arrays: Mapping[str, Operand], work: Any) -> Part:
 
 def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem, precision: str) -> tuple[int, int]:
     """Return rows and batch elements of a block in which T, Q and S are held."""
-    if count_of(precision):
+    if precision != "ieee" and count_of(precision):
         return max(1, p.m), max(1, math.prod(p.batch))
     fmt = format_of(p.dtype)
     held = p.k if p.dtype != p.acc_dtype else 0

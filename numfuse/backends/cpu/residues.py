@@ -58,7 +58,7 @@ def product(
         a, b = b.turned(), a.turned()
         slots = slots.each(Operand.turned)
     of = residues_of(count_of(precision))
-    (*_, m, k), n = a.shape, b.shape[-1]
+    m, n = a.shape[-2], b.shape[-1]
     factors = [
         _Factor("left", a, of, True, batch, summed),
         _Factor("right", b.turned(), of, False, batch, summed),
@@ -72,21 +72,10 @@ def product(
     chunk = 1 if slots.sums is None else library.chunk(a.fmt)
     unit = math.lcm(PANEL, chunk * (1 if rows is None else rows.members))
     t = tiling.residues(m, n, axes.elements, threads, unit, of.count)
-    head = {
-        "D_M": m,
-        "D_N": n,
-        "D_K": k,
-        "D_SUM_AXES": axes.summed,
-        "D_SUM_SIZE": axes.sums,
-        "D_A_ROW": a.strides[-2],
-        "D_A_K": a.strides[-1],
-        "D_B_K": b.strides[-2],
-        "D_B_COLUMN": b.strides[-1],
-    }
     tiles = "emulated" if host.tiles_of_residues() == "emulated" else "AMX"
     made = descriptors.make_plan(
         library.residue_cell(of),
-        head,
+        descriptors.sizes_of(a, b, axes),
         operands,
         axes,
         t,

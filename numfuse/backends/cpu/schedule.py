@@ -320,7 +320,7 @@ class _Schedule:
     ) -> list[list[Plan | None]]:
         """Return the phases of a product: one, or what makes its factors ready before it."""
         how = a, b, row, slots, self.threads, batch, summed, turns, rows, self.precision
-        if count_of(self.precision):
+        if self.precision != "ieee" and count_of(self.precision):
             made = residues.product(*how)
             self.own += made.own
             return [[*phase] for phase in made.phases]

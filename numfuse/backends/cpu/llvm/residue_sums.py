@@ -6,7 +6,7 @@ A sum of 32 bits becomes a byte from 0 to p - 1, and the bytes of all moduli a f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -28,6 +28,7 @@ from numfuse.backends.cpu.llvm.residues import (
     single,
     splat,
 )
+from numfuse.backends.cpu.llvm.tiles import TILE, tiles_of
 from numfuse.backends.cpu.llvm.vectors import (
     I8,
     I32,
@@ -38,7 +39,6 @@ from numfuse.backends.cpu.llvm.vectors import (
     multiply_add,
     pointer_to,
     prefetch,
-    stack,
     vector_of,
 )
 from numfuse.backends.cpu.tiling import LINE
@@ -66,82 +66,6 @@ def make_add_products() -> Any:
     return address_intrinsic("add_products", "float64", 6, body)
 
 
-class _Tiles:
-    """The tile registers: sums 0 to 3, of A 4 and 5, of B 6 and 7."""
-
-    def __init__(self, b: ir.IRBuilder) -> None:
-        self.b = b
-
-    def zero(self, tile: int) -> None:
-        call(self.b, "llvm.x86.tilezero", I8(tile))
-
-    def load(self, tile: int, at: ir.Value, step: int) -> None:
-        call(self.b, "llvm.x86.tileloadd64", I8(tile), pointer_to(self.b, at, 0, I8), I64(step))
-
-    def store(self, tile: int, at: ir.Value, step: int) -> None:
-        call(self.b, "llvm.x86.tilestored64", I8(tile), pointer_to(self.b, at, 0, I8), I64(step))
-
-    def product(self, sums: int, x: int, y: int) -> None:
-        call(self.b, "llvm.x86.tdpbssd", I8(sums), I8(x), I8(y))
-
-
-class _Emulated(_Tiles):
-    """The same on the stack, for processors without them."""
-
-    def __init__(self, b: ir.IRBuilder) -> None:
-        super().__init__(b)
-        self.base = b.ptrtoint(stack(b, 8 * 16 * LINE), I64)
-
-    def _row(self, tile: int, row: Any) -> ir.Value:
-        offset = self.b.add(I64(tile * 16 * LINE), self.b.mul(row, I64(LINE)))
-        return pointer_to(self.b, self.base, offset, WORDS)
-
-    def _rows(self, emit: Callable[[ir.Value], None]) -> None:
-        with cgutils.for_range(self.b, I64(16)) as loop:
-            emit(loop.index)
-
-    def zero(self, tile: int) -> None:
-        self._rows(
-            lambda row: self.b.store(ir.Constant(WORDS, None), self._row(tile, row), align=4)
-        )
-
-    def load(self, tile: int, at: ir.Value, step: int) -> None:
-        def one(row: ir.Value) -> None:
-            place = pointer_to(self.b, at, self.b.mul(row, I64(step)), WORDS)
-            self.b.store(self.b.load(place, align=4), self._row(tile, row), align=4)
-
-        self._rows(one)
-
-    def store(self, tile: int, at: ir.Value, step: int) -> None:
-        def one(row: ir.Value) -> None:
-            place = pointer_to(self.b, at, self.b.mul(row, I64(step)), WORDS)
-            self.b.store(self.b.load(self._row(tile, row), align=4), place, align=4)
-
-        self._rows(one)
-
-    def product(self, sums: int, x: int, y: int) -> None:
-        """Emit TDPBSSD as its manual has it: four products of signed bytes to each sum."""
-        b = self.b
-
-        def bytes_of(words: ir.Value) -> list[ir.Value]:
-            shifts = [splat(WORDS, 24 - 8 * i) for i in range(4)]
-            return [b.ashr(b.shl(words, shift), splat(WORDS, 24)) for shift in shifts]
-
-        def one(row: ir.Value) -> None:
-            place = self._row(sums, row)
-            own = b.ptrtoint(self._row(x, row), I64)
-            with cgutils.for_range(b, I64(16)) as loop:
-                at = pointer_to(b, own, b.mul(loop.index, I64(4)), I32)
-                left = bytes_of(broadcast(b, b.load(at, align=4), 16))
-                right = bytes_of(b.load(self._row(y, loop.index), align=4))
-                total = b.load(place, align=4)
-                for factors in zip(left, right, strict=True):
-                    total = b.add(total, b.mul(*factors))
-                b.store(total, place, align=4)
-
-        self._rows(one)
-
-
 @functools.cache
 def make_residue_kernel(emulated: bool) -> Any:
     """``kernel(steps, a, b, sums, first, next_a, pace_a, next_b, pace_b)``: sums += A B.
@@ -154,12 +78,12 @@ def make_residue_kernel(emulated: bool) -> Any:
 
     def body(b: ir.IRBuilder, steps: ir.Value, *args: ir.Value) -> None:
         x, y, sums, first, *asked = args
-        unit = _Emulated(b) if emulated else _Tiles(b)
+        unit = tiles_of(b, "tdpbssd", emulated)
         places = [(i, j) for i in range(2) for j in range(2)]
-        pitch = 2 * LINE
+        pitch = I64(2 * LINE)
 
         def at(i: int, j: int) -> ir.Value:
-            return b.add(sums, I64(16 * pitch * i + LINE * j))
+            return b.add(sums, I64(2 * TILE * i + LINE * j))
 
         with b.if_else(b.icmp_signed("!=", first, I64(0))) as (fresh, running):
             with fresh:
@@ -179,7 +103,7 @@ def make_residue_kernel(emulated: bool) -> Any:
             for j in range(2):
                 unit.load(6 + j, b.add(y_at, I64(LINE * j)), pitch)
             for i in range(2):
-                unit.load(4 + i, b.add(x_at, I64(16 * LINE * i)), LINE)
+                unit.load(4 + i, b.add(x_at, I64(TILE * i)), I64(LINE))
                 for j in range(2):
                     unit.product(2 * i + j, 4 + i, 6 + j)
         for i, j in places:

@@ -19,15 +19,11 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from numfuse.backends.cpu.llvm.tiles import ROWS, TILE, Tiles, tiles_of
 from numfuse.backends.cpu.llvm.vectors import (
-    I8,
     I16,
-    I32,
     I64,
-    VOID,
     address_intrinsic,
-    broadcast,
-    call,
     multiply_add,
     pointer_to,
     prefetch,
@@ -36,103 +32,12 @@ from numfuse.backends.cpu.llvm.vectors import (
 )
 from numfuse.backends.cpu.tiling import LINE, PARTS, Registers
 
-_ROWS = 16
 _LANES = 16
-_TILE = _ROWS * LINE
-_FLOATS, _WORDS = vector_of(ir.FloatType(), _LANES), vector_of(I32, _LANES)
+_FLOATS = vector_of(ir.FloatType(), _LANES)
 #: By the number of parts: the parts of A and of B of each product, in their order.
 _SMALL = {3: ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0)), 2: ((0, 1), (1, 0))}
 _EVERY = {3: (*_SMALL[3], (0, 0)), 2: ((0, 1), (0, 0), (1, 0))}
 _LARGE = ((0, 0),)
-
-
-class _Amx:
-    """The tile registers of the processor."""
-
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self.builder = builder
-
-    def zero(self, tile: int) -> None:
-        call(self.builder, "llvm.x86.tilezero", I8(tile))
-
-    def load(self, tile: int, at: ir.Value, step: ir.Value) -> None:
-        place = pointer_to(self.builder, at, 0, I8)
-        call(self.builder, "llvm.x86.tileloadd64", I8(tile), place, step)
-
-    def store(self, tile: int, at: ir.Value, step: ir.Value) -> None:
-        place = pointer_to(self.builder, at, 0, I8)
-        call(self.builder, "llvm.x86.tilestored64", I8(tile), place, step)
-
-    def product(self, sums: int, a: int, b: int) -> None:
-        call(self.builder, "llvm.x86.tdpbf16ps", I8(sums), I8(a), I8(b))
-
-
-class _Emulated:
-    """Eight tiles on the stack, for processors without them: every instruction in vectors."""
-
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self.builder = builder
-        self.base = builder.ptrtoint(stack(builder, 8 * _TILE), I64)
-
-    def _at(self, tile: int) -> ir.Value:
-        return self.builder.add(self.base, I64(tile * _TILE))
-
-    def zero(self, tile: int) -> None:
-        for row in range(_ROWS):
-            place = pointer_to(self.builder, self._at(tile), LINE * row, _FLOATS)
-            self.builder.store(ir.Constant(_FLOATS, None), place, align=4)
-
-    def _move(self, source: ir.Value, step: Any, target: ir.Value, onto: Any) -> None:
-        b = self.builder
-        with cgutils.for_range(b, I64(_ROWS)) as loop:
-            at = b.add(source, b.mul(loop.index, step))
-            row = b.load(pointer_to(b, at, 0, _FLOATS), align=4)
-            to = b.add(target, b.mul(loop.index, onto))
-            b.store(row, pointer_to(b, to, 0, _FLOATS), align=4)
-
-    def load(self, tile: int, at: ir.Value, step: ir.Value) -> None:
-        self._move(at, step, self._at(tile), I64(LINE))
-
-    def store(self, tile: int, at: ir.Value, step: ir.Value) -> None:
-        self._move(self._at(tile), I64(LINE), at, step)
-
-    def product(self, sums: int, a: int, b: int) -> None:
-        name = "numfuse_emulated_tdpbf16ps"
-        kind = ir.FunctionType(VOID, [I64] * 3)
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        if function.is_declaration:
-            function.linkage = "internal"
-            _emulated_product(function)
-        self.builder.call(function, [self._at(x) for x in (sums, a, b)])
-
-
-def _emulated_product(function: ir.Function) -> None:
-    """Emit TDPBF16PS as its manual has it: even and odd places of K in sums of their own.
-
-    (The instruction takes subnormal numbers as zero, too, which this does not.)
-    """
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
-    sums, a, b = function.args
-
-    def floats(bits: ir.Value) -> ir.Value:
-        return builder.bitcast(bits, _FLOATS)
-
-    high, half = (ir.Constant(_WORDS, [x] * _LANES) for x in (0xFFFF0000, 16))
-    with cgutils.for_range(builder, I64(_ROWS)) as rows:
-        offset = builder.mul(rows.index, I64(LINE))
-        even = odd = ir.Constant(_FLOATS, [0.0] * _LANES)
-        for k in range(_ROWS):
-            pair = builder.load(pointer_to(builder, builder.add(a, offset), 4 * k, I32), align=4)
-            left = broadcast(builder, pair, _LANES)
-            right = builder.load(pointer_to(builder, b, LINE * k, _WORDS), align=4)
-            low_a, low_b = (floats(builder.shl(x, half)) for x in (left, right))
-            high_a, high_b = (floats(builder.and_(x, high)) for x in (left, right))
-            even = multiply_add(builder, low_a, low_b, even)
-            odd = multiply_add(builder, high_a, high_b, odd)
-        place = pointer_to(builder, builder.add(sums, offset), 0, _FLOATS)
-        total = builder.fadd(builder.load(place, align=4), builder.fadd(even, odd))
-        builder.store(total, place, align=4)
-    builder.ret_void()
 
 
 class _Block:
@@ -141,7 +46,7 @@ class _Block:
     def __init__(
         self,
         builder: ir.IRBuilder,
-        unit: Any,
+        unit: Tiles,
         r: Registers,
         heights: int,
         widths: int,
@@ -158,7 +63,7 @@ class _Block:
         """Load or store the tiles of sums."""
         b = self.builder
         for i, j in self.places:
-            offset = b.add(b.mul(step, I64(_ROWS * i)), I64(LINE * j))
+            offset = b.add(b.mul(step, I64(ROWS * i)), I64(LINE * j))
             what(2 * i + j, b.add(base, offset), step)
 
     def zero(self) -> None:
@@ -180,7 +85,7 @@ class _Block:
         b.position_at_end(loop)
         phis = [b.phi(I64) for _ in range(3)]
         left, a_at, b_at = phis
-        plane_a, plane_b = self.r.mr * LINE, b.mul(self.b_step, I64(_ROWS))
+        plane_a, plane_b = self.r.mr * LINE, b.mul(self.b_step, I64(ROWS))
         held_a = held_b = -1
         for part_a, part_b in products:
             if part_b != held_b:
@@ -189,7 +94,7 @@ class _Block:
                     unit.load(6 + j, b.add(base, I64(LINE * j)), self.b_step)
             for i in range(self.heights):
                 if part_a != held_a:
-                    at = b.add(a_at, I64(plane_a * part_a + _TILE * i))
+                    at = b.add(a_at, I64(plane_a * part_a + TILE * i))
                     unit.load(4 + i, at, I64(LINE))
                 for j in range(self.widths):
                     unit.product(2 * i + j, 4 + i, 6 + j)
@@ -209,7 +114,7 @@ class _Block:
     def rows(self, sides: Sequence[tuple[ir.Value, ir.Value]], emit: Callable[..., None]) -> None:
         """Emit for each vector of the sums, given its place on each side (base and step)."""
         b = self.builder
-        with cgutils.for_range(b, I64(_ROWS * self.heights)) as loop:
+        with cgutils.for_range(b, I64(ROWS * self.heights)) as loop:
             bases = [b.add(base, b.mul(loop.index, step)) for base, step in sides]
             for j in range(self.widths):
                 emit(*(pointer_to(b, base, LINE * j, _FLOATS) for base in bases))
@@ -294,7 +199,7 @@ def _sums(
         end = builder.add(first_at, builder.mul(builder.mul(k, I64(asks)), pace))
         builder.store(end, pointer_to(builder, table, 16 * stream, I64))
     with builder.if_then(_any_is_not_finite(block, at, step), likely=False):
-        _again(block, at, step, builder.add(scratch, I64(4 * _TILE)))
+        _again(block, at, step, builder.add(scratch, I64(4 * TILE)))
 
     def added(own: ir.Value, so_far: ir.Value, place: ir.Value) -> None:
         total = builder.fadd(builder.load(own, align=4), builder.load(so_far, align=4))
@@ -313,11 +218,11 @@ def make_split_kernel(r: Registers, streams: int, emulated: bool, turned: bool =
     """
 
     def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
-        scratch = builder.ptrtoint(stack(builder, 8 * _TILE), I64)
-        unit = _Emulated(builder) if emulated else _Amx(builder)
+        scratch = builder.ptrtoint(stack(builder, 8 * TILE), I64)
+        unit = tiles_of(builder, "tdpbf16ps", emulated)
         end = builder.append_basic_block("parts.end")
         selector = builder.add(
-            builder.select(builder.icmp_signed(">", rows, I64(_ROWS)), I64(2), I64(0)),
+            builder.select(builder.icmp_signed(">", rows, I64(ROWS)), I64(2), I64(0)),
             builder.select(builder.icmp_signed("!=", wide, I64(0)), I64(1), I64(0)),
         )
         switch = builder.switch(selector, end)

@@ -227,7 +227,8 @@ def record(
     ghosts |= words
 
     # one of two arrays that are parts of another one is told of by the other one's address
-    behind = _behind(arrays)
+    odd = min(alignments.values(), default=16) < 16
+    behind = _behind(arrays) if odd else {}
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         if name in words:
