@@ -31,8 +31,6 @@ SELDOM = (
     "test_all_of_this_and_whole_products_with_each_kind[dot",
     "test_cache.py::test_a_read_only_install_caches_in_the_users_own_directory",
     "test_cache.py::test_a_read_only_install_without_a_cache",
-    "test_no_operand_is_read_or_written_past_its_pages[float16",
-    "test_no_operand_is_read_or_written_past_its_pages[float32",
     "test_any_number_of_threads_gives_the_same_bits[float16",
     "test_any_number_of_threads_gives_the_same_bits[float64",
     "test_residues.py::test_a_whole_product_runs[1048576",
