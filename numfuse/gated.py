@@ -1,8 +1,7 @@
 """Hop 1 of the gated layer: two products of one left factor, their gate, and all derivatives.
 
 The conventions are those of :mod:`numfuse.functional` and :mod:`numfuse.differentials`. The two
-weights may be views of one array (halves, or every other column). No copy of them is made, but of
-alternate columns on CUDA, unless NUMFUSE_CUDA_ALTERNATE=1 is in the environment (docs/cuda.md).
+weights may be views of one array (halves, or every other column): no copy of them is made for that.
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ import numfuse as nf
 from numfuse import definitions
 from numfuse.backends import Traits, resolve
 
-# What is off for users until a GPU has run it is on for tests.
-os.environ.setdefault("NUMFUSE_CUDA_ALTERNATE", "1")
 #: Whether CUDA kernels run in Numba's simulator, a million times slower than on a GPU.
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 if SIMULATED:

@@ -198,8 +198,13 @@ class Number:
         if ye.any():
             e = e + xm @ ye + (xe @ ye if xe.any() else 0)
         if r.products_flush:
+            # A flushed factor costs a term the other one, and a sum on the way may be flushed. Of
+            # parts a split may lose 1.01 of the smallest normal number, and each of six products
+            # has up to two sums a term: in its chain, and as this goes on (docs/numerics.md).
+            share, each = (1.01, 7) if r.precision in LEFT_OUT else (1, 1)
             e = e + r.normal * (
-                (xm + 1).sum(axis=-1, keepdims=True) + (ym + 1).sum(axis=-2, keepdims=True)
+                (share * xm + each).sum(axis=-1, keepdims=True)
+                + (share * ym + each).sum(axis=-2, keepdims=True)
             )
             # (a flushed factor times an infinite one is NaN, and nothing is said of what follows)
             tiny, infinite = ([f(z).astype(float) for z in (xm, ym)] for f in (r.flushes, np.isinf))

@@ -549,7 +549,7 @@ def layers(draw, backend):
         both = normal(rng, (*own, k, 2 * n), dtype)
         weights = [both[..., :n], both[..., n:]]
         if kind == "alternate":
-            weights = [both[..., ::2], both[..., 1::2]]
+            weights = [both[..., ::2], both[..., 1::2]][:: draw(st.sampled_from((1, -1)))]
     forms = (None, (n,), (1, n), (*batch, 1, n), (m, 1))
     biases = []
     for _ in range(2):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from test_cpu_kernels import KINDS, called, laid_out
 
 import numfuse as nf
-from numfuse.backends.cpu import face, host, tiling
+from numfuse.backends.cpu import face, host, residues, tiling
 from numfuse.backends.cpu.kernels import library
 from numfuse.errors import BackendUnavailable
 
@@ -298,6 +298,66 @@ def test_derivatives_layers_batches_and_strides_go_by_parts_and_are_right(mode):
         # Parts leave out so much of a factor in each of two products that follow one another.
         assert error <= (2.0**-20 if mode == "bf16x6" else 2.0**-13), name
         assert not (bits(got[name]) == bits(ieee[name])).all(), f"{name} was not made of parts"
+
+
+@here
+@pytest.mark.parametrize("scale", [1, 2.0**-119])
+@pytest.mark.parametrize("mode", [*MODES, "int8"])
+def test_sums_over_a_batch_are_those_of_ieee(mode, scale, monkeypatch):
+    """They are products with ones: parts would round what they add, and flush small numbers."""
+    rng, m, n, k = np.random.default_rng(10), 37, 35, 40
+    monkeypatch.setattr(residues, "takes", lambda *_: True)
+    dtype = np.float64 if mode == "int8" else np.float32
+    a, grad, x = (numbers(rng, (*s, m)).swapaxes(-1, -2) for s in ((3, k), (3, n), (n,)))
+    a, grad, x, b = (y.astype(dtype) for y in (a, grad * scale, x, numbers(rng, (k, n))))
+    moved, moved_grad = np.stack([a, a]), np.stack([grad, -grad])
+
+    def f(z, x, y):
+        return z * z + x * y
+
+    def everything(backend):
+        made = nf.matmul_epilogue_bwd(grad, a, b, f, x, x, backend=backend)
+        assert ("tiles" in nf.last_call().tier) == (backend != "cpu")
+        yield True, made.d_b
+        yield from ((False, y) for y in made.d_operands)
+        (d_x,) = nf.matmul_epilogue_bwd(
+            grad, a, b, lambda z, x: z + x, x, needs=(0,), backend=backend
+        ).d_operands
+        yield False, d_x
+        made = nf.matmul_epilogue_jet_bwd(
+            grad, moved_grad, None, a, b, f, (x, x), moved, None, backend=backend
+        )
+        yield True, made.d_b
+        yield from ((False, y) for y in made.d_operands)
+
+    both = zip(everything(precisely(mode)), everything("cpu"), strict=True)
+    for (differs, got), (_, wanted) in both:
+        assert (bits(got) != bits(wanted)).any() == differs
+
+
+@here
+@pytest.mark.parametrize("mode", [*MODES, "int8"])
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_rows_that_lie_apart_give_the_bits_of_copies(mode, activation, monkeypatch):
+    """They are gathered in blocks, which are those of the precision's K, not of IEEE's (381)."""
+    rng, n, k = np.random.default_rng(11), 35, 40
+    monkeypatch.setattr(residues, "takes", lambda *_: True)
+    dtype = np.float64 if mode == "int8" else np.float32
+    a, u, grad = (numbers(rng, (3, 2, 127, x)).swapaxes(0, 1).astype(dtype) for x in (k, k, n))
+    b, v = (numbers(rng, (k, n)).astype(dtype) for _ in range(2))
+
+    def everything(grad, a, u):
+        backend = precisely(mode)
+        yield from nf.matmul_bias_activation_bwd(grad, a, b, None, activation, backend=backend)
+        assert "tiles" in nf.last_call().tier
+        yield from nf.matmul_bias_activation_double_bwd(
+            u, v, None, grad, a, b, None, activation, backend=backend
+        )
+
+    apart = (x.copy(order="K") for x in (grad, a, u))
+    copies = (np.ascontiguousarray(x) for x in (grad, a, u))
+    for got, wanted in zip(everything(*apart), everything(*copies), strict=True):
+        assert got is wanted or (bits(got) == bits(wanted)).all()
 
 
 @here

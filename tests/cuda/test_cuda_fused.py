@@ -333,6 +333,44 @@ def test_a_plan_of_alternate_columns_is_not_replayed_for_those_of_two_arrays(dty
             np.testing.assert_allclose(nf.to_numpy(got).astype(float), best, atol=bound, rtol=0)
 
 
+@pytest.mark.parametrize("odd_first", [False, True])
+@pytest.mark.parametrize("weights, cotangents", [(True, True), (True, False), (False, True)])
+def test_second_order_over_alternate_columns(weights, cotangents, odd_first):
+    """Guards: docs/cuda.md, factors of alternate columns alternate, in every term of a sum."""
+    # (many rows: the sums over them are cut)
+    m, k, n = (5, 7, 8) if SIMULATED else (9000, 256, 264)
+    dtype = ml_dtypes.bfloat16
+    a, c_a, w, c_w, grad = draw((m, k), (m, k), (k, 2 * n), (k, 2 * n), (m, n), dtype=dtype)
+    columns = (np.s_[:, ::2], np.s_[:, 1::2])[:: -1 if odd_first else 1]
+    host = [tuple(x[view] for view in columns) for x in (w, c_w)]
+    given = []
+    for x, views, alternate in zip((w, c_w), host, (weights, cotangents), strict=True):
+        whole = there(x)
+        given.append([whole[view] for view in columns] if alternate else there(views))
+    (b, c_b), (b_host, c_host) = given, host
+    g0, a0, c0 = there((grad, a, c_a))
+    calls = (
+        (nf.matmul_activation_mul, (a0, *b), (a, *b_host)),
+        (nf.matmul_activation_mul_bwd, (g0, a0, *b), (grad, a, *b_host)),
+        (
+            nf.matmul_activation_mul_double_bwd,
+            (c0, *c_b, None, None, g0, a0, *b), (c_a, *c_host, None, None, grad, a, *b_host),
+        ),
+    )  # fmt: skip
+    for call, mine, others in calls:
+        found = call(*mine)
+        exact = call(*(x if x is None else x.astype(float) for x in others))
+        if not isinstance(found, tuple):
+            found, exact = (found,), (exact,)
+        for got, best in zip(found, exact, strict=True):
+            assert (got is None) == (best is None)
+            if best is not None:
+                # (pre-gradients are rounded to 16 bits, too)
+                bound = (4 * (k + m + n) * 2.0**-24 + 4 * 2.0**-8) * abs(best).max()
+                got = nf.to_numpy(got).astype(float)
+                np.testing.assert_allclose(got, best, atol=bound, rtol=0)
+
+
 def test_a_batch_of_weights_may_be_summed():
     a, b, c, grad = draw((3, 5, 7), (3, 7, 4), (1, 7, 4), (3, 5, 4))
     for sum_batch in (False, True):

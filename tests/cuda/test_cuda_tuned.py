@@ -84,6 +84,7 @@ def test_ways_leave_the_order_of_a_sum_as_it_is_unless_it_may_change(case):
         # by its name it is found again, whatever the sum ends in
         found_tier, found = tiers.choose(made, info, lambda p, name=name: name)
         assert found_tier is tier and str(found.tiling) == str(other.tiling)
+        assert tiers._launched(found) == tiers._launched(other)  # with its copies
         assert tiers.choose(layer(made), info, lambda p, name=name: name)[1].parts == plan.parts
     more = tiers.ways(made, info, reorder=True)
     assert {name for name, _, _ in ways} <= {name for name, _, _ in more}
@@ -158,6 +159,9 @@ def test_a_kept_way_is_taken_where_it_is_switched_on(monkeypatch, kept_in):
     assert str(tuned.choose(made, HOPPER)[1].tiling) == str(default.tiling)
     monkeypatch.setenv(tuned.VARIABLE, "1")
     assert name.startswith(f"cores: {tuned.choose(made, HOPPER)[1].tiling}")
+    for name, _, plan in tiers.ways(made, HOPPER):  # with the copies that a name ends in
+        tuned.write(tuned.key_of(made, HOPPER, False), name)
+        assert tiers._launched(tuned.choose(made, HOPPER)[1]) == tiers._launched(plan), name
     assert tuned.kept(replace(made, m=2049), HOPPER) == ""
     # one that belongs to the sum is that of every product with this sum
     other = tiers.ways(made, HOPPER, True)[-1][0]
@@ -218,7 +222,8 @@ def last_is_fastest(monkeypatch):
 @running
 @pytest.mark.parametrize("reorder", [False, True])
 def test_what_was_tuned_is_what_another_process_runs(reorder, monkeypatch, last_is_fastest):
-    from numfuse.backends.cuda.call import entry
+    """Guards: a choice is replayed whole, with its copies, and without `reorder` to the bit."""
+    from numfuse.backends.cuda.call import tuner
 
     a, w, bias = there(20, 12), there(12, 9), there(9)
     call = lambda: nf.matmul_bias_activation(a, w, bias, "gelu")  # noqa: E731
@@ -229,9 +234,17 @@ def test_what_was_tuned_is_what_another_process_runs(reorder, monkeypatch, last_
     call()
     assert str(nf.last_call().tiling) == str(before.tiling)  # it is off by default
     monkeypatch.setenv(tuned.VARIABLE, "1")
-    entry.forget()
-    again = nf.to_numpy(call())
-    assert f"{nf.last_call().tier}: {nf.last_call().tiling}" == choice.way
+    asked, choose = [], tuned.choose
+    monkeypatch.setattr(tuned, "choose", lambda *of: asked.append(of) or choose(*of))
+    program = tuner._recorded(call).program  # recorded anew, as another process does
+    again, told = nf.to_numpy(call()), nf.last_call()
+    # (a way's name has more: the length of the parts of K, and what is copied before)
+    assert choice.way.startswith(f"{told.tier}: {told.tiling}")
+    ((made, info),) = asked
+    ways = tiers.ways(made, info, reorder)
+    plan = next(plan for name, _, plan in ways if name == choice.way)
+    launched = [(prepared.launch.kernel, prepared.launch.grid) for prepared, _ in program._launches]
+    assert launched == tiers._launched(plan)
     if not reorder:
         np.testing.assert_array_equal(again, wanted)
     np.testing.assert_allclose(again, wanted, rtol=1e-5, atol=1e-6)

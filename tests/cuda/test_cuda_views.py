@@ -89,12 +89,15 @@ def weights(dtype, view, turned):
     return tuple(both[part] for part in VIEWS[view])
 
 
-def launched(info, dtype, call, view, turned):
-    """The names of the kernels that a call launches."""
+def launched(info, dtype, call, view, turned, step=1):
+    """The names of the kernels that a call launches; by a step of -1 odd columns come first."""
     backend = Recording(info)
-    given = absent(dtype, M, K), *weights(dtype, view, turned)
+    given = absent(dtype, M, K), *weights(dtype, view, turned)[::step]
     if call == "forward":
         nf.matmul_activation_mul(*given, backend=backend)
+    elif call == "second":
+        more = absent(dtype, M, K), *weights(dtype, view, turned)[::step], None, None
+        nf.matmul_activation_mul_double_bwd(*more, absent(dtype, M, N), *given, backend=backend)
     else:
         saved = tuple(absent(dtype, M, N) for _ in range(2)) if call == "saved" else None
         grad = absent(dtype, M, N)
@@ -112,16 +115,39 @@ def test_the_copy_engine_reads_halves_and_alternate_rows_where_they_lie(view, tu
     assert not any("copy" in name for name in found)
 
 
+@pytest.mark.parametrize("step", [1, -1], ids=["even first", "odd first"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_copy_engine_reads_alternate_columns_where_they_lie(dtype, call):
-    found = launched(HOPPER, dtype, call, "alternate", False)
+def test_the_copy_engine_reads_alternate_columns_where_they_lie(dtype, call, step):
+    found = launched(HOPPER, dtype, call, "alternate", False, step)
     assert not any("copy" in name for name in found)
     # the two sums that a launch makes are those of neighbouring columns
     assert [name.replace(" woven", "") for name in found] == launched(
         HOPPER, dtype, call, "apart", False
     )
     assert sum("woven" in name for name in found) == {"saved": 1, "recomputed": 2}.get(call, 1)
+
+
+@pytest.mark.parametrize("step", [1, -1], ids=["even first", "odd first"])
+def test_second_order_reads_alternate_columns_where_they_lie(step):
+    """Three pairs of sums, the pass, d_a as one sum over both arrays, d_b as one of all columns."""
+    found = launched(HOPPER, "bfloat16", "second", "alternate", False, step)
+    assert sum("woven" in name for name in found) == 3
+    assert sum("wgmma" in name for name in found) == 5
+    # (each weight's gradient goes from the columns of both to an array of its own)
+    assert [name for name in found if "copy" in name] == ["copy bfloat16 bfloat16"] * 2
+
+
+def test_many_rows_are_cut_for_both_gradients_of_alternate_weights():
+    """A product that is cut makes no two sums: it has all columns, and both results are copied."""
+    backend, (m, n) = Recording(HOPPER), (16384, 2816)
+    both = absent("bfloat16", K, 2 * n)
+    given = absent("bfloat16", m, K), both[:, ::2], both[:, 1::2]
+    saved = tuple(absent("bfloat16", m, n) for _ in range(2))
+    grad = absent("bfloat16", m, n)
+    nf.matmul_activation_mul_bwd(grad, *given, pre_activation=saved, backend=backend)
+    assert sum("wgmma" in name for name in backend.names) == 2
+    assert [x for x in backend.names if "copy" in x] == ["copy bfloat16 bfloat16"] * 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

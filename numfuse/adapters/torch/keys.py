@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from numfuse.activations import activations, get
+from numfuse.activations import Activation, formulas, get
 from numfuse.language.text import digest
 
 #: Activations that are held for the strings that stand for them.
@@ -63,8 +63,9 @@ def key_of(activation: Any) -> str:
 
 
 # torch.compile follows a call only as far as to read this string, not into the making of it.
-for _act in activations().values():
-    key_of(_act)
+# (numfuse's own: what a user has defined before this import goes with its definition)
+for _own in [x for x in vars(formulas).values() if isinstance(x, Activation)]:
+    key_of(_own)
 
 
 @torch.compiler.assume_constant_result

@@ -125,6 +125,10 @@ def _is_whole(p: FusedProblem, name: str) -> bool:
     return p.arrays[name].shape[-2:] == (p.m, p.n) and p.m != 1
 
 
+def _wholes(p: FusedProblem) -> list[str]:
+    return [name for name in p.summed if _is_whole(p, name)]
+
+
 def _direction(p: FusedProblem, name: str) -> str:
     """Return which sums a summed result is joined of, as `sums.Partials` has it.
 
@@ -144,7 +148,8 @@ def work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> W
     block.results()
     block.totals()
     block.last_pass(epilogue, last)
-    return Work(block.passes, block.gradients(), block.partials, block.own)
+    gradients = block.gradients()
+    return Work(block.passes, gradients, block.partials, block.own, frozenset(_wholes(p)))
 
 
 class _Block:
@@ -242,7 +247,7 @@ class _Block:
                 left, right = (made[f.name] if f.name in made else x[f.name] for f in pair)
                 left = left.turned() if pair[0].turned else left
                 found[name].append((left, right.turned() if pair[1].turned else right))
-        whole = [name for name in p.summed if _is_whole(p, name)]
+        whole = _wholes(p)
         if whole:
             one = temporary("one", (1, 1), self.acc)
             self.own.append(one)

@@ -233,6 +233,7 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
     passes += _left(p, x, q, batch)
     gradients: dict[str, Sequence[Factors]] = {}
     partials = {} if sums is None else {"d_bias": Partials(sums)}
+    summed = frozenset[str]()
     if wholes:
         there = {name: x[name] for name in p.slopes} | {y.name: y for y in wholes}
         added = fused.work(p.operand_sums(), there, batch)
@@ -240,6 +241,7 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
         gradients |= added.gradients
         partials |= added.partials
         own += added.own
+        summed = added.sums
     if "d_b" in x and stack is not None:
         if not _joins(p):
             gradients["d_b"] = [(stack.turned(), q)]
@@ -249,7 +251,7 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
                 made = _one_row(p, temporary("joined d_b", (p.k, p.n), fmt))
                 own.append(made)
             partials["d_b"] = Partials(_pieces_of_d_b(p, stack, q, own, passes), made=made)
-    return Work(passes, gradients, partials, own)
+    return Work(passes, gradients, partials, own, summed)
 
 
 #: Pieces of the sum over rows in d_b, at the most, and the fewest rows of one: where K and N are a

@@ -90,7 +90,7 @@ def backward(
     # that take as much room as grad_pre would.
     parts = []
     if p.d_a is not None or p.d_b is not None:
-        parts.append(_whole(p, _less(arrays, "pre", "d_bias"), _backward))
+        parts.append(_whole(p, _less(arrays, "pre", "d_bias"), _backward, precision))
     if p.d_bias is not None:
         joined = _less(arrays, "pre", "d_a", "d_b")
         size = p.acc_dtype.itemsize
@@ -131,7 +131,7 @@ def double_backward(
             work = partial(_moved, p, "d_grad")
             parts.append(Part(_less(arrays, "pre", "d_a", "d_b"), *_rows(p, precision), work))
         if "d_a" in arrays or "d_b" in arrays:
-            parts.append(_whole(p, _less(arrays, "pre", "d_grad"), _linear))
+            parts.append(_whole(p, _less(arrays, "pre", "d_grad"), _linear, precision))
     elif any(name in arrays for name in there):
         parts.append(Part(arrays, *_rows(p, precision), partial(_double_backward, p, bent)))
     return record(p, names, parts, threads, zeroed, precision=precision)
@@ -151,7 +151,8 @@ def tangent(
         return record(p, names, [whole], threads, precision=precision)
     parts = []
     if "out" in arrays:  # (the tangent of the identity needs no value)
-        parts.append(_whole(p, _less(arrays, "u", "v", "w", "z", "out_dot"), _forward))
+        alone = _less(arrays, "u", "v", "w", "z", "out_dot")
+        parts.append(_whole(p, alone, _forward, precision))
     if moved:
         work = partial(_moved, p, "out_dot")
         parts.insert(0, Part(_less(arrays, "residual", "out"), *_rows(p, precision), work))
@@ -159,13 +160,15 @@ def tangent(
     return record(p, names, parts, threads, zeroed, precision=precision)
 
 
-def _whole(p: Any, arrays: Mapping[str, Operand], work: Any) -> Part:
+def _whole(p: Any, arrays: Mapping[str, Operand], work: Any, precision: str) -> Part:
     """Return a part that holds nothing, so in one block; but of what has to be gathered one block
-    of K of d_b's product. The sums are the same, as they begin with zero in each.
+    of K of d_b's product. The sums are the same, as they begin with zero in each. Those of tiles of
+    halves do not, and residues are scaled by all that is summed.
     """
     fmt = format_of(p.dtype)
-    kind, count = library.kind(fmt, fmt), max(1, p.m)
-    if kind != "amx" and scattered(p, arrays):
+    kind, count = library.kind(fmt, fmt, precision), max(1, p.m)
+    whole = kind == "amx" or (precision != "ieee" and count_of(precision))
+    if not whole and scattered(p, arrays):
         count = tiling.k_block(p.m, p.acc_dtype.itemsize, kind)
     return Part(arrays, count, max(1, math.prod(p.batch)), partial(work, p))
 

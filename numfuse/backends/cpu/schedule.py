@@ -123,6 +123,8 @@ class Work(NamedTuple):
     partials: Mapping[str, Partials] = {}
     #: Contiguous arrays of the block's own.
     own: Sequence[Operand] = ()
+    #: The gradients whose product, with ones, is a sum: IEEE's, whatever the precision is.
+    sums: frozenset[str] = frozenset()
 
 
 class Part(NamedTuple):
@@ -296,7 +298,9 @@ class _Schedule:
                 if left.shape[-2] == 1 != x.shape[-2]:
                     slots = slots.each(_rows_apart)
                     right, members = _rows_apart(right), (*batch, x.shape[-2])
-                *ahead, made = self._product(left, right, row, slots, members, summed)
+                precision = "ieee" if name in work.sums else self.precision
+                how = left, right, row, slots, members, summed
+                *ahead, made = self._product(*how, precision=precision)
                 if ahead:
                     behind[i] += [*ahead, made]
                 else:
@@ -317,10 +321,12 @@ class _Schedule:
         summed: tuple[int, ...],
         turns: bool = True,
         rows: descriptors.Group | None = None,
+        precision: str = "",
     ) -> list[list[Plan | None]]:
         """Return the phases of a product: one, or what makes its factors ready before it."""
-        how = a, b, row, slots, self.threads, batch, summed, turns, rows, self.precision
-        if self.precision != "ieee" and count_of(self.precision):
+        precision = precision or self.precision
+        how = a, b, row, slots, self.threads, batch, summed, turns, rows, precision
+        if precision != "ieee" and count_of(precision):
             made = residues.product(*how)
             self.own += made.own
             return [[*phase] for phase in made.phases]

@@ -64,6 +64,8 @@ PASS_ROWS = 64
 PASS_BUSY = 1 << 19
 #: Threads of a block of the passes over memory, and rows that each has in flight.
 PASS_THREADS = 256
+#: Values of a row that a thread of a copy has in flight.
+COPY_SPAN = 8
 PASS_AHEAD = 4
 #: Planes of which a thread of a join has 16 bytes in flight, first and for what is left: with 4
 #: alone the 264 planes of a 64 x 64 d_b took an H200 12.7 us, half as long as their product.
@@ -374,8 +376,9 @@ def _counts(
     found: dict[tuple[int, int], None] = {}
     for number in wanted | {1}:
         length = round_up(-(-k // min(number, max(1, k // part))), tile.block_k)
-        length, number = (length, -(-k // length)) if number > 1 else (max(1, k), 1)
-        found[length, number] = None
+        number = -(-k // length) if number > 1 else 1
+        # (parts that are too short leave one of all of K, which is there once)
+        found[length if number > 1 else max(1, k), number] = None
     return list(found)
 
 

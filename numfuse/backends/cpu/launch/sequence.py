@@ -173,7 +173,8 @@ def program(
     arrays that every call allocates; `zeroed` the numbers of arrays that are set to zero.
     """
     count = stride = 0
-    plan: Plan | None = None
+    told: Plan | None = None
+    plain = host.vector_name()
     kernels: dict[Kernel, None] = {}
     for phases in launches:
         for phase in phases:
@@ -182,8 +183,11 @@ def program(
                 most, cells = max(most, plan.threads), cells + plan.cells
                 stride = max(stride, plan.stride)
                 kernels.update(dict.fromkeys(plan.kernels))
+                # (a sum behind products does not hide how these were made)
+                if told is None or told.call.tier == plain or plan.call.tier != plain:
+                    told = plan
             count = max(count, min(most, cells))
-    if plan is None:
+    if told is None:
         return nothing(zeroed, sums)
     own: dict[str, int] = {}
     table = count * stride
@@ -208,7 +212,7 @@ def program(
             made.append(Sequence(words, words.buffer_info()[0], steps, count, stride, table))
             most, nbytes = max(most, len(words)), nbytes + 8 * len(words)
     size = table + 8 * (protocol.TABLE["T_ENTRIES"] + most)
-    call, used = plan.call, tuple(kernels)
+    call, used = told.call, tuple(kernels)
     return Program(tuple(made), size, zeroed, sums, tuple(needed), call, used, count, nbytes)
 
 

@@ -20,7 +20,6 @@ from numfuse.activations import table
 from numfuse.backends import Backend, active, latest
 from numfuse.backends.cuda.call.foreign import KINDS, NUMBERS, PLAIN, Kind, kind_of
 from numfuse.backends.cuda.call.record import (
-    ALTERNATE,
     NOTES,
     REPLAY,
     Argument,
@@ -85,7 +84,7 @@ def run(
             ordinal = kind.glance([*given, *flags, backend, needs, out], seen, addresses)
         if kept is None and ordinal >= 0:
             seen.append(ordinal)
-            if ALTERNATE and operation.kind == "fused":
+            if operation.kind == "fused":
                 # (asked here as well: arrays at multiples of 16 bytes cost no further call)
                 seen.append(reduce(or_, addresses, 0) & 15 and beside(addresses))
             fingerprint = tuple(seen)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -104,11 +103,6 @@ class Recorded(NamedTuple):
         return False
 
 
-#: Whether alternate columns of one array are read as that array. Off by default, as a simulator and
-#: an assembler alone have run the kernels of it; else each weight is copied where it must be.
-ALTERNATE = os.environ.get("NUMFUSE_CUDA_ALTERNATE") == "1"
-
-
 def alignment_of(at: int) -> int:
     """Return the power of two, at most 16, that divides an address."""
     return at & -at & 15 or 16
@@ -118,9 +112,8 @@ def beside(addresses: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Return which arrays begin less than 16 bytes behind another one: theirs, its place, bytes.
 
     Alternate columns of one array are such a pair. Of several others the first in memory counts.
-    Without `ALTERNATE` nobody asks, and none is found.
     """
-    if not ALTERNATE or not reduce(or_, addresses, 0) & 15:
+    if not reduce(or_, addresses, 0) & 15:
         return ()  # one of such two begins at no multiple of 16
     found = []
     for j, later in enumerate(addresses):

@@ -238,15 +238,30 @@ class Four:
     s3: Any
 
 
-def copy(source: Four, out: Four, n1, n2, n3, total):
-    """out = source, converted; the first of the four axes is what is left of `total`."""
-    for i in range(cuda.grid(1), total, cuda.gridsize(1)):
-        i3, rest = i % n3, i // n3
-        i2, rest = rest % n2, rest // n2
+def copy(source: Four, out: Four, n1, n2, n3, rows, lanes, column_blocks):
+    """out = source, converted; `rows` are all but the last of the four axes.
+
+    A block has rows of `lanes` threads. Each has SPAN values of a row, which it loads before it
+    stores any: so what it costs to find a row is shared by several.
+    """
+    value = cuda.local.array(SPAN, REAL)
+    row_block = cuda.blockIdx.x // column_blocks
+    t = cuda.threadIdx.x
+    r = t // lanes
+    first = (cuda.blockIdx.x - row_block * column_blocks) * (lanes * SPAN) + (t - r * lanes)
+    row = row_block * (THREADS // lanes) + r
+    if row < rows:
+        i2, rest = row % n2, row // n2
         i1, i0 = rest % n1, rest // n1
-        at = i0 * source.s0 + i1 * source.s1 + i2 * source.s2 + i3 * source.s3
-        value = LOAD(source.address, at)
-        STORE(out.address, i0 * out.s0 + i1 * out.s1 + i2 * out.s2 + i3 * out.s3, value)
+        at = i0 * source.s0 + i1 * source.s1 + i2 * source.s2
+        to = i0 * out.s0 + i1 * out.s1 + i2 * out.s2
+        for u in unrolled(SPAN):
+            column = min(first + u * lanes, n3 - 1)
+            value[u] = LOAD(source.address, at + column * source.s3)
+        for u in unrolled(SPAN):
+            column = first + u * lanes
+            if column < n3:
+                STORE(out.address, to + column * out.s3, value[u])
 
 
 COPY = Schema(copy, u64="source_address out_address")
@@ -264,10 +279,18 @@ def copies(
     """out = source, of at most four axes, strides in elements; slots x and out."""
     lead = COPY_AXES - len(shape)
     n0, n1, n2, n3 = (1,) * lead + tuple(shape)
-    total = n0 * n1 * n2 * n3
-    bindings = {"LOAD": elements.loads(source), "STORE": elements.stores(out)}
+    rows, threads = n0 * n1 * n2, threads_of(info)
+    lanes = next((x for x in (threads, 32, 4) if x <= threads and 4 * x <= n3), 1)
+    bindings = {
+        "LOAD": elements.loads(source),
+        "STORE": elements.stores(out),
+        "REAL": getattr(types, accumulator),
+        "SPAN": tiling.COPY_SPAN,
+        "THREADS": threads,
+    }
     name = f"copy {source} {out}"
-    made = kernel_of(copy, COPY, bindings, threads=threads_of(info), name=name)
+    made = kernel_of(copy, COPY, bindings, threads=threads, name=name)
+    column_blocks = -(-n3 // (lanes * tiling.COPY_SPAN))
     zeros = (0,) * lead
     arguments = COPY(
         source=Four(Slot("x"), *zeros, *source_strides),
@@ -275,6 +298,8 @@ def copies(
         n1=n1,
         n2=n2,
         n3=n3,
-        total=total,
+        rows=rows,
+        lanes=lanes,
+        column_blocks=column_blocks,
     )
-    return Launch(made, grid_of(total, info), arguments)
+    return Launch(made, (-(-rows // (threads // lanes)) * column_blocks, 1, 1), arguments)

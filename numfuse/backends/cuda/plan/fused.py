@@ -4,23 +4,21 @@ Two sums of one left factor are made by one product that ends in the epilogue, w
 such a product (`_Elements._pair`). Else every sum but the last is made in memory, in the
 accumulator's dtype. The last one's product ends in the epilogue where a product's kernel can give
 it all that it reads (`_Elements._end`); else its sum is made in memory too, and one pass over
-elements does the rest. Sums of columns are made on the way.
+elements does the rest. Sums of columns are made on the way. The products that follow are those of
+`plan.sums`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from numfuse import epilogues
-from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import pointwise, rows
 from numfuse.backends.cuda.kernels.elementwise import is_short
 from numfuse.backends.cuda.kernels.pointwise import Result, Source
-from numfuse.backends.cuda.plan import batches, lower, places
+from numfuse.backends.cuda.plan import batches, places, sums
 from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
@@ -33,7 +31,6 @@ from numfuse.language.graph import Expr, bottom_up, topological
 from numfuse.problem.results import without_terms
 
 if TYPE_CHECKING:
-    from numfuse.problem.forms import Factor
     from numfuse.problem.fused import FusedProblem
 
 
@@ -45,14 +42,7 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
     if nothing is not None:
         return
     results = {name: bind(name) for name in p.stored}
-    for terms in p.products.values():
-        factors = [f.name for pair in terms for f in pair]
-        fresh = [x for x in dict.fromkeys(factors) if x not in p.arrays and x not in results]
-        if len(fresh) == 2 and _alternates(rec, p, bind, terms):
-            even = _rows_of(rec, p, 2)
-            results |= dict(zip(fresh, _alternate(even), strict=True))
-        else:
-            results |= {name: _rows_of(rec, p) for name in fresh}
+    results |= sums.factors(rec, p, bind, results)
     summed = {name: bind(name) for name in p.summed}
     if not (results or summed):
         return
@@ -62,136 +52,7 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
         how = p.epilogue, {x: bind(x) for x in p.epilogue.operands}, results
         if summed or not _flat(rec, p, *how):
             _pass(rec, p, *how, summed)
-    sums: dict[str, list[tuple[View, View]]] = {}
-    for name, terms in p.products.items():
-        sums[name] = []
-        for pair in terms:
-            views = [results[f.name] if f.name in results else bind(f.name) for f in pair]
-            left, right = (x.turned if f.turned else x for f, x in zip(pair, views, strict=True))
-            sums[name].append((left, right))
-    for name, pairs in sums.items():
-        one = _woven(pairs)
-        if one is not None:
-            sums[name] = [one]
-    alike = [name for name in sums if name != "d_a"]
-    if len(alike) == 2 and _two_products(rec, p, *((sums[x], bind(x)) for x in alike)):
-        sums = {name: pairs for name, pairs in sums.items() if name not in alike}
-    for name, pairs in sums.items():
-        _sum_of_products(rec, p, pairs, bind(name), p.products[name][0][0].turned)
-
-
-def _alternates(
-    rec: Recorder, p: FusedProblem, bind: Bind, terms: tuple[tuple[Factor, Factor], ...]
-) -> bool:
-    """Return whether the left factors of two terms are to alternate, as the right ones do.
-
-    The sum of both terms is one product then, with K of both in the order of the columns. A sum of
-    two terms that are products with the left factors would have to copy these.
-    """
-    others = [x for x in p.products.values() if x is not terms]
-    if len(terms) != 2 or any(len(x) > 1 for x in others):
-        return False
-    if not takes_rich(p.dtype.name, rec.device.info):
-        return False
-    names = [right.name for _, right in terms if right.turned and right.name in p.arrays]
-    return len(names) == 2 and bind(names[0]).woven_with(bind(names[1])) is not None
-
-
-def _rows_of(rec: Recorder, p: FusedProblem, times: int = 1) -> View:
-    """Return a new matrix of so many times N columns, with rows as the fast loads want them."""
-    n = times * p.n
-    whole = rec.fresh((*p.batch, p.m, tiling.pitch(n, p.dtype.itemsize)), p.dtype.name)
-    return replace(whole, shape=(*p.batch, p.m, n))
-
-
-def _alternate(x: View) -> tuple[View, View]:
-    """Return the even and the odd columns of an array."""
-    shape, strides = (*x.shape[:-1], x.shape[-1] // 2), (*x.strides[:-1], 2 * x.strides[-1])
-    even = replace(x, shape=shape, strides=strides)
-    return even, replace(even, offset=even.offset + x.strides[-1])
-
-
-def _woven(pairs: list[tuple[View, View]]) -> tuple[View, View] | None:
-    """Return the one product that two terms are, whose factors alternate along K in two arrays."""
-    if len(pairs) != 2:
-        return None
-    (x, y), (x1, y1) = pairs
-    left, right = x.woven_with(x1), y.turned.woven_with(y1.turned)
-    return None if left is None or right is None else (left, right.turned)
-
-
-def _two_products(
-    rec: Recorder, p: FusedProblem, *made: tuple[list[tuple[View, View]], View]
-) -> bool:
-    """Record two results that are products of one left factor, in one product if a tier can."""
-    ((left, right), *more), out = made[0]
-    ((other, right1), *more1), out1 = made[1]
-    if more or more1 or left != other or _summed_axes(p, out) or _summed_axes(p, out1):
-        return False
-    views = {"x": left, "y": right, "y1": right1, "out": out, "pre": out1}
-    if any(x.strides[-1] != 1 for x in (out, out1)) or not all(left.shape) or out.dtype != p.dtype:
-        return False
-    sizes = (*left.shape[-2:], right.shape[-1])
-    how = (sizes[0], sizes[2], sizes[1]), p.batch, range(len(p.batch)), views, p.acc_dtype.name
-    return batches.launch(rec, *how, epilogue=_TWO_SUMS, free=True)[1] >= 0
-
-
-#: Two sums as they are.
-_TWO_SUMS = Epilogue("sums", ("z", "z1"), (), (("out", leaf("z")), ("pre", leaf("z1"))))
-
-
-def _summed_axes(p: FusedProblem, out: View) -> list[int]:
-    """Return the axes of the batch that a result is summed over."""
-    return places.split(p.batch, out.shape[:-2])[1]
-
-
-def _sum_of_products(
-    rec: Recorder, p: FusedProblem, pairs: list[tuple[View, View]], out: View, free: bool
-) -> None:
-    """Record out = the sum of products, rounded once.
-
-    Two products are one with a sum of two terms, where a tier has such a product. Else, where sums
-    are in the dtype of factors, each product adds what those before it have made. With `free`,
-    those over the rows, and where they are summed over a batch, they are added behind.
-    """
-    acc, (*first, last) = p.acc_dtype.name, pairs
-    if not first:
-        batches.product(rec, *last, p.batch, out, acc, free=free)
-    elif len(first) == 1 and _two_terms(rec, p, first[0], last, out, free):
-        pass
-    elif free or out.dtype != acc or places.split(p.batch, out.shape[:-2])[1]:
-        parts = [rec.fresh(out.shape, acc) for _ in pairs]
-        for pair, part in zip(pairs, parts, strict=True):
-            batches.product(rec, *pair, p.batch, part, acc, free=free)
-        made = epilogues.sum_of_terms(len(first))
-        sources = dict(zip(made.inputs, parts, strict=True))
-        lower.pointwise(rec, made, acc, p.dtype.name, sources, {"out": out})
-    else:
-        before: dict[str, Any] = {}
-        for pair in pairs:
-            target = out if pair is last else rec.fresh(out.shape, acc)
-            batches.product(rec, *pair, p.batch, target, acc, **before)
-            before = {"epilogue": epilogues.sum_of_terms(1), "extra": target}
-
-
-def _two_terms(
-    rec: Recorder,
-    p: FusedProblem,
-    first: tuple[View, View],
-    last: tuple[View, View],
-    out: View,
-    free: bool,
-) -> bool:
-    """Record the sum of two products as one product, if a tier can."""
-    (x, y), (x1, y1) = first, last
-    if out.strides[-1] != 1:
-        (x, y), (x1, y1), out = (y.turned, x.turned), (y1.turned, x1.turned), out.turned
-    if _summed_axes(p, out) or not all(out.shape) or out.strides[-1] != 1:
-        return False
-    views = {"x": x, "y": y, "x1": x1, "y1": y1, "out": out}
-    sizes = x.shape[-2], y.shape[-1], x.shape[-1]
-    how = sizes, p.batch, range(len(p.batch)), views, p.acc_dtype.name
-    return batches.launch(rec, *how, free=free)[1] >= 0
+    sums.record(rec, p, bind, results)
 
 
 # --- the epilogue ---------------------------------------------------------------------------------
@@ -290,6 +151,11 @@ class _Elements:
         slots = dict(zip((*lines, *wide), ("bias", "bias1")[: len(lines)], strict=False))
         slots |= dict.fromkeys(wide, "extra")
         made = [(e, self.results[x]) for x, e in self.graphs.items()]
+        # of arrays whose columns alternate that with the even ones comes first
+        if self.bind(pairs[1][1]).woven_with(self.bind(pairs[0][1])) is not None:
+            names, pairs = names[::-1], pairs[::-1]
+        if len(made) == 2 and made[1][1].woven_with(made[0][1]) is not None:
+            made.reverse()
         factors = dict(zip(("x", "y", "y1"), (*pairs[0], pairs[1][1]), strict=True))
         return self._launch(names, factors, made, slots)[1] >= 0
 
@@ -304,7 +170,7 @@ class _Elements:
         cores = storage == "float32" and takes_pairs(storage, info, self.rec.precision_of(storage))
         if not (cores or takes_rich(storage, info)):
             return made
-        for (name, (x, y)), (other, (x1, y1)) in itertools.combinations(products, 2):
+        for (name, (x, y)), (other, (x1, y1)) in itertools.permutations(products, 2):
             alike = x == x1 and self.bind(y).woven_with(self.bind(y1)) is not None
             if not alike or made & {name, other}:
                 continue

@@ -98,6 +98,10 @@ def choose(
         rich = alone[0] if alone is not None and alone[0] in _RICH else None
         if alone is None or rich is None or not (product.free or alone[1].parts == 1):
             return None
+        if product.free and rich is not WGMMA:  # (which asks by itself whether a sum is cut)
+            if alone[1].part:
+                return None
+            product = replace(product, free=False, whole=True)
     if named is not None and (name := named(product)):
         found = _by_name(product, info, name)
         if found is not None:

@@ -36,20 +36,26 @@ def share(way: Fetch, own: int) -> float:
     return NARROW.get(way.values, 0.0)
 
 
+def ways(work: int, elements: int, part: float, multiprocessors: int) -> tuple[float, float]:
+    """Return the work that a factor of so many elements adds, copied and read as it lies.
+
+    `work` are the multiply-adds of the product, `part` is the `share` of one that is read as it
+    lies.
+    """
+    copied = elements * COPY_COST / multiprocessors + COPY_START
+    return copied, part * work / multiprocessors / REACHED
+
+
 def added(
     product: Product, elements: int, part: float, is_copied: bool, multiprocessors: int
 ) -> float:
-    """Return the work that a factor of so many elements adds, copied or read as it lies.
-
-    `part` is the `share` of one that is read as it lies.
-    """
+    """Return the work that a factor of so many elements adds, copied or read as it lies."""
     p = product
-    if is_copied:
-        return elements * COPY_COST / multiprocessors + COPY_START
-    return part * p.m * p.n * p.k * p.places / multiprocessors / REACHED
+    return ways(p.m * p.n * p.k * p.places, elements, part, multiprocessors)[not is_copied]
 
 
 def pays(product: Product, elements: int, part: float, multiprocessors: int) -> bool:
     """Return whether a copy of a factor costs less than to read it as it lies."""
-    ways = (added(product, elements, part, x, multiprocessors) for x in (True, False))
-    return next(ways) < next(ways)
+    p = product
+    copied, read = ways(p.m * p.n * p.k * p.places, elements, part, multiprocessors)
+    return copied < read

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -220,6 +220,22 @@ def copied(product: Product, device: DeviceInfo) -> tuple[bool, ...]:
     return tuple(
         part > 0 and copies.pays(product, size, part, busy) for size, part in _costly(product)
     )
+
+
+def stacking_pays(m: int, n: int, k: int, rights: Sequence[Operand], device: DeviceInfo) -> bool:
+    """Return whether a sum of products costs less as one product along all their K.
+
+    For that the right factors (places, K, N) are copied, one below the other. Else the products
+    come one after the other, and all but the first add to what those before them have made.
+    """
+    count, busy = len(rights), device.multiprocessors
+    where = 1, False, busy
+    apart, both = (tiling.block(tiling.CORE_BLOCKS, m, n, x, *where)[3] for x in (k, count * k))
+    apart = count * apart + (count - 1) * m * n * copies.COPY_COST / busy
+    for right in rights:
+        ways = copies.ways(m * n * k, k * n, copies.share(fetch(right, 2, *_SAMPLE), 2), busy)
+        apart, both = apart + min(ways), both + ways[0]
+    return both < apart
 
 
 def plan(

@@ -34,10 +34,10 @@ KEPT = 512 << 20
 #: Parts of K, at most: the low words of `finish` then stay below 2^-20.
 PARTS = 1 << 10
 #: Of a multiprocessor, as they are reached, by compute capability: operations a second of float64
-#: (on tensor cores, where it has those for it) and of integers, and bytes; in 10^9. (Of an H100,
+#: (on tensor cores, where it has those for it) and of integers, and bytes; in 10^9. (Of an H200,
 #: measured at 4096 and 8192 cubed; of an A100, RTX 3090, 4090 and 5090 by formulas of machines.)
 RATES = {
-    (9, 0): (440, 11000, 25),
+    (9, 0): (440, 11700, 25),
     (8, 0): (157, 3700, 13),
     (8, 6): (6.7, 2200, 10),
     (8, 9): (8.6, 3100, 7),
@@ -49,13 +49,15 @@ LAUNCH, GAIN = 2.5e-6, 0.97
 SPLIT_FLOPS, FINISH_FLOPS = 8, 6
 #: The time of all instructions likewise, as instructions at one for each lane and cycle, of which a
 #: multiprocessor has so many a second. (On an H100 at 8192 cubed residues take 1.5 ms for both
-#: factors, and what comes behind the products 1.9 ms.)
-SPLIT_WORK, FINISH_WORK, ISSUED = 300, 58, 200e9
+#: factors; on an H200 too, where what comes behind the products takes 1.0 ms, and 0.23 at 4096.)
+SPLIT_WORK, FINISH_WORK, ISSUED = 300, 28, 200e9
 #: The least tile: a thread has whole accesses of 64 columns. The largest one, and the rounds of
 #: blocks from which on it is taken in place of two consumers by turns: on an H200 these did 1.26
-#: POP/s at 4096 cubed, and the largest tile 1.53 at 8192 cubed. The end of a block, reductions of
-#: its sums, is not hidden as the model of bfloat16 has it.
+#: POP/s at 4096 cubed, and the largest tile 1.64 there and 1.55 at 8192 cubed. The end of a block,
+#: reductions of its sums, is not hidden as the model of bfloat16 has it.
 LEAST, LARGEST, ROUNDS = HopperTile(64, 64, 1, False), HOPPER_TILES[0][0], 16
+#: The share of the integers' rate that smaller tiles have.
+SMALLER = 0.81
 
 
 class Seconds(NamedTuple):
@@ -73,6 +75,8 @@ def seconds(m: int, n: int, k: int, places: int, count: int, device: DeviceInfo)
     work = 2 * m * n * k * places
     # blocks are whole, and so are rows of residues
     rows, columns, depth = (tiling.round_up(x, 128) for x in (m, n, k))
+    if device.capability == (9, 0) and not _fills(m, n, places * count, device.multiprocessors):
+        integers *= SMALLER
     products = 2 * rows * columns * depth * places * count / integers
     read, made = (m + n) * k * places, m * n * places
     nbytes = read * (16 + count) + made * (2 * count + 8)
@@ -146,11 +150,16 @@ def plan_with(product: Product, of: Residues, device: DeviceInfo, parts: int) ->
 def _tile(m: int, n: int, slices: int, planes: int, multiprocessors: int) -> HopperTile:
     """Return the block of a product of residues."""
     tile, _ = hopper_tile(m, n, slices, planes, multiprocessors)
-    blocks = -(-m // LARGEST.block_m) * -(-n // LARGEST.block_n)
-    filled = blocks * LARGEST.block_m * LARGEST.block_n <= 1.1 * m * n
-    if tile.ping_pong and filled and blocks * planes >= ROUNDS * multiprocessors:
+    if tile.ping_pong and _fills(m, n, planes, multiprocessors):
         return LARGEST
     return LEAST if tile.block_n < split.COLUMNS else tile
+
+
+def _fills(m: int, n: int, planes: int, multiprocessors: int) -> bool:
+    """Return whether the largest tile's blocks have little outside, and are enough rounds."""
+    blocks = -(-m // LARGEST.block_m) * -(-n // LARGEST.block_n)
+    filled = blocks * LARGEST.block_m * LARGEST.block_n <= 1.1 * m * n
+    return filled and blocks * planes >= ROUNDS * multiprocessors
 
 
 def _by_wgmma(
