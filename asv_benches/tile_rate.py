@@ -6,7 +6,8 @@
 The first lines are loops of four loads and four products of tiles, of random numbers in level 1,
 on each of some threads: nanoseconds a load and a product. On a host whose tiles are held back by
 power, or which several guests share, that rate falls with the threads, and is the floor of what
-follows: milliseconds of bare float32 products in IEEE arithmetic, by six and by three bfloat16 ones.
+follows: milliseconds of bare float32 products in IEEE arithmetic, by six and by three bfloat16
+ones.
 """
 
 from __future__ import annotations

@@ -361,6 +361,23 @@ def greater(x: Any, y: Any) -> tuple[ndarray, ndarray]:
     return x.v > y.v, (np.abs(x.v - y.v) <= error) & (error > 0)
 
 
+def larger(x: Any, y: Any) -> Number:
+    """Return the larger one; NaN where either is, though the gradient is then the second's."""
+    made = where(greater(x, y), x, y)
+    like = x if isinstance(x, Number) else y
+    nan = np.broadcast_to(np.isnan(_number(like, x).v), made.shape)
+    made.v, made.e = np.where(nan, np.nan, made.v), np.where(nan, 0.0, made.e)
+    return made
+
+
+def in_any_order(x: Number, terms: int) -> Number:
+    """Return a number that is a sum of so many terms, whose order is not that of the tape.
+
+    A large term may come first, so that each of the others rounds it.
+    """
+    return Number(x.rules, x.v, x.m, x.e + terms * x.rules.u * x.m)
+
+
 def gradients(
     results: Sequence[Number], cotangents: Sequence[Number | None], inputs: Sequence[Number]
 ) -> list[Number | None]:

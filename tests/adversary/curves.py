@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 from numpy import ndarray
 
-from .bounded import F64, LONG, Number, greater, where
+from .bounded import F64, LONG, Number, greater, larger, where
 
 #: The factor c of the error of a function, by the order of its derivative.
 STABLE = (16, 24, 40, 80)
@@ -152,7 +152,7 @@ class Math:
         return curve(_LOG1P, x)
 
     def maximum(self, x: Any, y: Any) -> Any:
-        return where(greater(x, y), x, y)
+        return larger(x, y)
 
     def where_positive(self, x: Any, y: Any, z: Any) -> Any:
         return where(greater(x, 0.0), y, z)

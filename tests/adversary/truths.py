@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .bounded import Number, gradients, stack, sum_to
+from .bounded import Number, gradients, in_any_order, stack, sum_to
 from .curves import Math, activation, curve, slope
 
 Some = Number | None
@@ -235,7 +235,9 @@ class Jet:
         for made, g in ((self.dots, dot), (self.ddots, ddot)):
             results += made
             cotangents += [None if g is None else g[i] for i in range(len(made))]
-        return chosen(results, cotangents, inputs, needs)
+        # (the results are the members, and each has a term in every gradient)
+        found = chosen(results, cotangents, inputs, needs)
+        return [None if x is None else in_any_order(x, len(results)) for x in found]
 
 
 def members(x: Some, count: int) -> list[Some]:

@@ -1,6 +1,7 @@
 """Hop 4 on CUDA: a problem becomes a program of launches.
 
 - `lower`, `second_order`, `fused`, `jets`: the products and passes of each operation
+- `sums`: the products that follow an epilogue, with the factors that it has made
 - `jet_stacks`, `members`: a jet's stacks and its pass over points; products that end in that pass
 - `networks`, `network_slots`: all layers of a network as one launch; `half_networks`,
   `half_sizes`: in 16 bits; `group_networks`, `group_sizes`: by warp groups on Hopper
