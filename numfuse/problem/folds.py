@@ -11,6 +11,9 @@ from numpy import ndarray
 from numfuse.problem.results import made_late
 from numfuse.problem.shapes import merge_axes
 
+#: What has a row for each of M, even if that is 1: a product takes no row for another.
+_LEFT = frozenset(("a", "a_dot", "c_a", "d_a"))
+
 
 def fold(
     p: Any,
@@ -48,7 +51,7 @@ def fold(
             if any(length != 1 for length in x.shape[:-2]):
                 return
             views[name] = x[(0,) * (x.ndim - 2)]
-        elif not lead and all(length == 1 for length in lengths):
+        elif not lead and name not in _LEFT and all(length == 1 for length in lengths):
             views[name] = x.reshape(1, x.shape[-1])
         elif (1,) * (len(rows) - len(lengths)) + lengths != rows:
             return

@@ -206,9 +206,11 @@ class Number:
                 (share * xm + each).sum(axis=-1, keepdims=True)
                 + (share * ym + each).sum(axis=-2, keepdims=True)
             )
-            # (a flushed factor times an infinite one is NaN, and nothing is said of what follows)
+            # A flushed factor times an infinite one is NaN, but IEEE's where a call has no tiles:
+            # nothing is said of it, nor of what follows, which a guard may turn into 0.
             tiny, infinite = ([f(z).astype(float) for z in (xm, ym)] for f in (r.flushes, np.isinf))
-            v = np.where(tiny[0] @ infinite[1] + infinite[0] @ tiny[1] > 0, np.nan, v)
+            either = tiny[0] @ infinite[1] + infinite[0] @ tiny[1] > 0
+            v, e = np.where(either, 0, v), np.where(either, np.inf, e)
         else:
             e = e + n * r.least
         made = Number(
@@ -263,22 +265,46 @@ class Number:
 @np.errstate(all="ignore")
 def _beside(x: Number, y: Number) -> Any:
     """Return what a product's precision adds to the errors of IEEE's (docs/numerics.md)."""
-    r, k = x.rules, x.shape[-1]
+    r = x.rules
     if r.precision in LEFT_OUT:
         return LEFT_OUT[r.precision] * (1 + 2.0**-6) * (x.m @ y.m) + 80 * r.u * (x.m @ y.m)
-    if r.precision != "int8" or not (x.v.size and y.v.size):
+    return _scaled(r, x.m + x.e, y.m + y.e) if r.precision == "int8" else 0.0
+
+
+def _scaled(r: Rules, x: ndarray, y: ndarray) -> Any:
+    """Return how far products of integers may be off, whose scales are those of norms."""
+    if not (x.size and y.size):
         return 0.0
-    sizes = []
-    for size, axis in ((x.m + x.e, -1), (y.m + y.e, -2)):
+    sizes, k = [], x.shape[-1]
+    for size, axis in ((x, -1), (y, -2)):
         # (products that are summed over a batch have one norm)
         axes = (*range(size.ndim - 2), size.ndim + axis)
         top = size.max(axis=axes, keepdims=True)
         norm = top * np.sqrt(((size / np.where(top > 0, top, 1)) ** 2).sum(axes, keepdims=True))
         far = (norm > 0) & ((norm < 2.0**-450) | (norm > 2.0**450))
         sizes.append(norm * np.where(far, 2 * np.sqrt(k), 1.0))
-    # (a jet's members are summed at once, and a norm over all is up to 16 times that of one)
-    share = 16 * 4 * np.sqrt(k) / float(residues(DEFAULT).square) ** 0.5
+    share = 4 * np.sqrt(k) / float(residues(DEFAULT).square) ** 0.5
     return share * sizes[0] * sizes[1] + r.least
+
+
+@np.errstate(all="ignore")
+def at_once(x: Number, lefts: Sequence[Number], slopes: Sequence[Number]) -> Number:
+    """Return a gradient of a right factor that is a sum of products, made as one product.
+
+    Of integers all have one scale then: a member of a jet that is large in one factor, and one that
+    is large in the other, spoil what a third one adds.
+    """
+    empty = any(not y.v.size for y in (x, *lefts, *slopes))
+    if x.rules.precision != "int8" or not lefts or empty:
+        return x
+    a, q = [], []
+    for left, slope in zip(lefts, slopes, strict=True):
+        size = left.m + left.e
+        size = np.broadcast_to(size, (*slope.shape[:-1], size.shape[-1]))
+        a.append(size.reshape(-1, size.shape[-1]))
+        q.append((slope.m + slope.e).reshape(-1, slope.shape[-1]))
+    e = x.e + _scaled(x.rules, np.concatenate(a).T, np.concatenate(q))
+    return Number(x.rules, x.v, x.m, e)
 
 
 def _number(like: Number, x: Any) -> Number:

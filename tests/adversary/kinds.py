@@ -118,11 +118,7 @@ def _precise(name: str) -> Place:
     backend = nf.use_backend("cpu", precision=precision).backend
     if precision != "int8":
         return Place(name, Limits(("float32",)), traits, backend, precision=precision)
-    # The members of a jet share a scale in a gradient, which a truth that adds up products does not
-    # know: none of them is to be much larger than the others.
-    values = tuple(x for x in VALUES if x in ("normal", "whole", "positive", "special"))
-    limits = Limits(("float64",), values=values)
-    return Place(name, limits, traits, backend, precision=precision)
+    return Place(name, Limits(("float64",)), traits, backend, precision=precision)
 
 
 def place(name: str, backend: Any = None) -> Place:

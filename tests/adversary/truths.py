@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from .bounded import Number, gradients, in_any_order, stack, sum_to
+from .bounded import Number, at_once, gradients, in_any_order, stack, sum_to
 from .curves import Math, activation, curve, slope
 
 Some = Number | None
+#: A right factor, and of every member of a jet the left one and their product.
+Group = tuple[Number, list[Number], list[Number]]
 #: A formula: from functions, sums and operands to a result or a tuple of results.
 Formula = Callable[..., Any]
 
@@ -202,15 +204,16 @@ class Fused:
 class Jet:
     """A value, its directions and its second derivatives, as a layer or a formula moves them.
 
-    `weights` is (S, D); a weight of 0 leaves its direction out.
+    `weights` is (S, D); a weight of 0 leaves its direction out. `groups` are what its products are
+    made of: right factors, each with the left ones and the products of all members.
     """
 
     def __init__(
         self, out: Number, first: Some, second: Some, dots: Sequence[Number],
-        ddots: Sequence[Some], weights: Any,
+        ddots: Sequence[Some], weights: Any, groups: Sequence[Group] = (),
     ) -> None:  # fmt: skip
         nothing = zeros(out)
-        self.out = out
+        self.out, self.groups = out, groups
         self.dots = [nothing if first is None else (first * t) for t in dots]
         self.ddots: list[Number] = []
         for row, t in zip(weights, ddots, strict=True):
@@ -237,7 +240,21 @@ class Jet:
             cotangents += [None if g is None else g[i] for i in range(len(made))]
         # (the results are the members, and each has a term in every gradient)
         found = chosen(results, cotangents, inputs, needs)
-        return [None if x is None else in_any_order(x, len(results)) for x in found]
+        found = [None if x is None else in_any_order(x, len(results)) for x in found]
+        for b, lefts, products in self.groups:
+            slopes = gradients(results, cotangents, products)
+            pairs = zip(products, slopes, strict=True)
+            there = [zeros(x) if slope is None else slope for x, slope in pairs]
+            for i, x in enumerate(inputs):
+                made = found[i]
+                if x is b and made is not None:
+                    found[i] = at_once(made, lefts, there)
+        return found
+
+
+def _group(b: Number, lefts: Sequence[Some], products: Sequence[Some]) -> Group:
+    """Return a group of the members that are there."""
+    return b, [x for x in lefts if x is not None], [x for x in products if x is not None]
 
 
 def members(x: Some, count: int) -> list[Some]:
@@ -253,7 +270,8 @@ def layer_jet(
     out = activation(act, z, guard)
     dots = [matmul(t, b) for t in a_dot]
     ddots = [None if t is None else matmul(t, b) for t in a_ddot]
-    return Jet(out, slope(act, z, guard), slope(act, z, guard, 2), dots, ddots, weights)
+    group = _group(b, [a, *a_dot, *a_ddot], [z, *dots, *ddots])
+    return Jet(out, slope(act, z, guard), slope(act, z, guard, 2), dots, ddots, weights, [group])
 
 
 def fused_jet(f: Fused, a_dot: Sequence[Number], a_ddot: Sequence[Some], weights: Any) -> Jet:
@@ -264,7 +282,8 @@ def fused_jet(f: Fused, a_dot: Sequence[Number], a_ddot: Sequence[Some], weights
         (second,) = gradients([first], [ones(first)], [z])
     dots = [matmul(t, b) for t in a_dot]
     ddots = [None if t is None else matmul(t, b) for t in a_ddot]
-    return Jet(out, first, second, dots, ddots, weights)
+    group = _group(b, [f.a, *a_dot, *a_ddot], [z, *dots, *ddots])
+    return Jet(out, first, second, dots, ddots, weights, [group])
 
 
 # --- networks -------------------------------------------------------------------------------------
@@ -331,13 +350,14 @@ class Network:
         r = self.x.rules
         dots = [r.number(row[None, :]) for row in directions]
         ddots: list[Some] = [None] * len(second)
-        made = None
+        made, groups = None, list[Group]()
         for i, (w, act) in enumerate(zip(self.weights, self.acts, strict=True)):
             z = self.sums[i]
             moved = [matmul(t, w) for t in dots]
             bent = [None if t is None else matmul(t, w) for t in ddots]
             f1, f2 = slope(act, z, self.guard), slope(act, z, self.guard, 2)
-            made = Jet(self.inputs[i + 1], f1, f2, moved, bent, second)
+            groups.append(_group(w, [self.inputs[i], *dots, *ddots], [z, *moved, *bent]))
+            made = Jet(self.inputs[i + 1], f1, f2, moved, bent, second, groups)
             dots, ddots = list(made.dots), list(made.ddots)
         assert made is not None
         return made

@@ -218,3 +218,12 @@ def test_an_array_on_an_odd_address_is_taken():
     assert not odd.flags.aligned
     for y, z in zip(results(x, weights, biases), results(odd, weights, biases), strict=True):
         np.testing.assert_allclose(y, z, rtol=1e-12, atol=1e-13)
+
+
+def test_a_gradient_that_some_networks_share_is_summed_silently():
+    x, w, bias = np.ones((2, 3, 4, 5)), np.ones((5, 6)), np.ones((1, 3, 1, 6))
+    grad = np.ones((2, 3, 4, 6))
+    grad[0, 0], grad[1, 0] = np.inf, -np.inf
+    with np.errstate(all="raise"):
+        _, _, (found,) = nf.mlp_bwd(grad, x, [w], [bias], "relu", backend="cpu")
+    assert np.isnan(found[0, 0]).all() and (found[0, 1:] == 8).all()

@@ -228,3 +228,19 @@ def test_a_call_that_comes_again_refuses_what_the_first_refuses():
         nf.activation_mul(a, b.astype(np.float64), "relu")
     with pytest.raises(ValueError, match="shape"):
         nf.activation_mul(a, b[:4].copy(), "relu")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_left_factor_without_the_batch_meets_each_member(backend, rows):
+    """Where a saved pair leaves out what has the batch, one row of `a` is not one for all of it."""
+    rng = np.random.default_rng(0)
+    a, (gate, up) = rng.standard_normal((rows, 6)), rng.standard_normal((2, 5, 6, 4))
+    grad, pre = rng.standard_normal((5, rows, 4)), (a @ gate, a @ up)
+    found = nf.matmul_activation_mul_bwd(
+        grad, a, gate, up, activation="tanh", pre_activation=pre, needs=("b_gate", "b_up"),
+        sum_batch=True, backend=backend,
+    )  # fmt: skip
+    slopes = grad * pre[1] * (1 - np.tanh(pre[0]) ** 2), grad * np.tanh(pre[0])
+    for got, slope in zip(found[1:3], slopes, strict=True):
+        np.testing.assert_allclose(got, (a.T @ slope).sum(axis=0), 1e-12, 1e-12)

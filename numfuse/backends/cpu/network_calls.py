@@ -169,8 +169,10 @@ class NetworkArrays:
                 backend.replay.keep(key, made, formulas, made.nbytes)
         arrays = tuple(self.arrays.values())
         backend.launch(made, arrays)
-        for found, every in self.later.values():
-            found[...] = sum_to(every, found.shape, net.acc)
+        if self.later:
+            with np.errstate(all="ignore"):  # as silent as the kernels, whatever is set
+                for found, every in self.later.values():
+                    found[...] = sum_to(every, found.shape, net.acc)
         formulas = None if repeat is None or self.later else formulas_of(made)
         if repeat is not None and formulas is not None:
             constants, own = arrays[:CONSTANTS], arrays[CONSTANTS:]

@@ -42,7 +42,8 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
     if nothing is not None:
         return
     results = {name: bind(name) for name in p.stored}
-    results |= sums.factors(rec, p, bind, results)
+    if p.products:
+        results |= sums.factors(rec, p, bind, results)
     summed = {name: bind(name) for name in p.summed}
     if not (results or summed):
         return
@@ -52,7 +53,8 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
         how = p.epilogue, {x: bind(x) for x in p.epilogue.operands}, results
         if summed or not _flat(rec, p, *how):
             _pass(rec, p, *how, summed)
-    sums.record(rec, p, bind, results)
+    if p.products:
+        sums.record(rec, p, bind, results)
 
 
 # --- the epilogue ---------------------------------------------------------------------------------
