@@ -23,8 +23,13 @@ def swizzled(address: Any, row: int = 128) -> Any:
     return address ^ (address >> 3 & row - 16)
 
 
+def packed(words: Any) -> bytes:
+    """Return the bytes of 32-bit words."""
+    return np.array(words, np.int64).astype(np.uint32).tobytes()
+
+
 #: Bytes of an element.
-SIZES = {"int8": 1, "float16": 2, "bfloat16": 2}
+SIZES = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class Barrier:
@@ -81,6 +86,10 @@ class Hopper(Machine):
             multiply_wait1=lambda: None,
             MULTIPLY_WAIT=nothing,
             global_store4_b32=self.store_words,
+            global_load_f32=lambda at, inside: self.floats("global", at, 1, inside)[0],
+            global_load4_f32=lambda at, inside: self.floats("global", at, 4, inside),
+            shared_load4_f32=lambda at: self.floats("shared", at, 4),
+            shared_store4_b32=lambda at, *words: self.write("shared", at, packed(words)),
             shared_load16=lambda at: self.halfword("shared", at),
             shared_store16=lambda at, word: self.put("shared", at, word),
             shared_store32=lambda at, word: self.put("shared", at, word, 4),
@@ -186,7 +195,12 @@ class Hopper(Machine):
 
     def store_words(self, at: int, a: int, b: int, c: int, d: int, inside: bool) -> None:
         if inside:
-            self.write("global", at, np.array([a, b, c, d], np.int64).astype(np.uint32).tobytes())
+            self.write("global", at, packed((a, b, c, d)))
+
+    def floats(self, space: str, at: int, count: int, inside: bool = True) -> Any:
+        """Return neighbours, which are not read where they lie outside."""
+        raw = self.read(space, at, 4 * count) if inside else bytes(4 * count)
+        return tuple(np.frombuffer(raw, np.float32))
 
     def halfword(self, space: str, at: int) -> Any:
         return Int32(int.from_bytes(self.read(space, at, 2), "little"))

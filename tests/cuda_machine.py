@@ -195,6 +195,10 @@ class Builder:
     def icmp_signed(self, what: str, a: Any, b: Any) -> Value:
         return self._made(f"{plain(a)} {what} {plain(b)}", ir.IntType(1))
 
+    def icmp_unsigned(self, what: str, a: Any, b: Any) -> Value:
+        assert what in ("==", "!=")
+        return self.icmp_signed(what, a, b)
+
     def fcmp_unordered(self, what: str, a: Any, b: Any) -> Value:
         assert what == "uno"
         return self._made(f"bool(isnan({plain(a)}) or isnan({plain(b)}))", ir.IntType(1))
@@ -712,7 +716,7 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
         return lambda m, a: m.wait(name, a)
     if "@p st.global" in text:
         one = encoder(ir.FloatType() if ".f32" in text else I32 if ".b32 [" in text else _I16)
-        return lambda m, a: m.write("global", a[0], one(a[1])) if a[2] else None
+        return lambda m, a: m.write("global", a[0], b"".join(map(one, a[1:-1]))) if a[-1] else None
     if text in ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xffff0000;"):  # bfloat16 to float32
         shift = 16 if name == "shl.b32" else 0
         return lambda m, a: np.uint32(int(a[0]) << shift & 0xFFFF0000).view(np.float32)

@@ -63,6 +63,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "mad.lo.s32": lambda a, b, c: signed(a, 32) * signed(b, 32) + signed(c, 32) & WORD,
     "dp4a.s32.s32": lambda a, b, c: _dot(a, b, c) & WORD,
     "prmt.b32": _permuted,
+    "setp.ne.b32": lambda a, b: a != b,
+    "selp.f32": lambda a, b, p: a if p else b,
     "mul.f64": lambda a, b: np.float64(a) * np.float64(b),
     "fma.rn.f64": fused,
     "cvt.rni.s64.f64": lambda x: _rounded(x, np.rint),

@@ -10,10 +10,8 @@ strides into such rows; on the way it splits float32 into three or two bfloat16 
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile.accesses import (
@@ -24,23 +22,29 @@ from numfuse.backends.cuda.compile.accesses import (
 )
 from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
 from numfuse.backends.cuda.compile.intrinsics import (
-    HALVES,
     block_index,
     block_index_y,
     block_index_z,
-    select,
     thread_index,
 )
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels import layouts
-from numfuse.backends.cuda.kernels.hopper.kernel import planes_of
+from numfuse.backends.cuda.kernels.hopper import parts
+from numfuse.backends.cuda.kernels.hopper.kernel import PRODUCTS, planes_of
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
-from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY, HOPPER_COPY_K
+from numfuse.backends.cuda.kernels.hopper.parts import high_part, nearest, rest
+from numfuse.backends.cuda.kernels.hopper.tiling import (
+    HOPPER_COPY,
+    HOPPER_COPY_K,
+    hopper_inside,
+)
 from numfuse.backends.cuda.plan.product import Launch, Operand, Product, Slot
 
 HALF = ("bfloat16", "float16")
+#: Whether a kernel may split a long float32 factor itself: not by default, as no GPU has run it.
+INSIDE = os.environ.get("NUMFUSE_CUDA_SPLIT") == "inside"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Factor:
     places: int
     plane: int
     launches: tuple[Launch, ...] = ()
+    #: Whether it is an array of float32 that the kernel splits itself.
+    inside: bool = False
 
 
 def fitted(
@@ -95,6 +101,16 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
         work = product.m * product.n * product.k * product.places
         if product.k < HOPPER_COPY_K or work < HOPPER_COPY:
             return None
+    elif name == "x" and splits_inside(product, kind):
+        for turned in (False, True):
+            outer, inner = (product.k, long) if turned else (long, product.k)
+            strides = (deep, own) if turned else (own, deep)
+            fit = fitted(operand, outer, inner, *strides, places)
+            if fit is None:
+                continue
+            made = TensorMap("float32", (inner, outer, places), fit, (32, 64))
+            if made.possible():
+                return Factor(turned, Slot(name), made, int(places > 1), 0, inside=True)
     # a copy: along its contiguous axis, where it may
     copy = Slot(f"{name} copy")
     turned = kind != "tf32" and (own == 1 or (deep != 1 and abs(own) < abs(deep)))
@@ -123,6 +139,18 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
     box = box_of(turned, block, long, kind)
     made = TensorMap(dtype, (inner, outer, places * parts), strides, box)
     return Factor(turned, copy, made, int(places > 1), places if parts > 1 else 0, (launch,))
+
+
+def splits_inside(product: Product, kind: str) -> bool:
+    """Return whether the kernel should make the parts of X itself.
+
+    Not beside column sums, whose place in shared memory would cost it the second stage.
+    """
+    p, split = product, PRODUCTS.get(kind, 0)
+    if not (INSIDE and split) or p.sums or p.x1 is not None or p.has_two_sums:
+        return False
+    places = p.places if p.x.strides[0] else 1
+    return hopper_inside(p.m, p.n, p.k, places, p.places, split)
 
 
 def box_of(turned: bool, block: int, long: int, kind: str) -> tuple[int, int]:
@@ -224,29 +252,6 @@ def convert(source: Array, out, rows, columns, pitch, plane):
             )
 
 
-def nearest(x):
-    """x rounded to bfloat16, as a float32."""
-    return LOW(PACK(x, ZERO))
-
-
-def high_part(x):
-    """The first of the bfloat16 parts of x.
-
-    A finite number stays finite (rounding would make an infinity of those above LARGEST), and no
-    number but 0 becomes 0: an infinity in the other operand must not meet a zero that is none.
-    """
-    near = nearest(x)
-    near = select(LARGEST, near, (x > LARGEST) & (x <= MAXIMUM))
-    near = select(-LARGEST, near, (x < -LARGEST) & (x >= -MAXIMUM))
-    near = select(SMALLEST, near, (x > ZERO) & (near == ZERO))
-    return select(-SMALLEST, near, (x < ZERO) & (near == ZERO))
-
-
-def rest(x, part):
-    """Return what `part` leaves of x, exactly; 0 if x is an infinity or not a number."""
-    return select(x - part, ZERO, (x >= -MAXIMUM) & (x <= MAXIMUM))
-
-
 #: Strides are in elements.
 ARGUMENTS = Schema(convert)
 
@@ -254,20 +259,11 @@ ARGUMENTS = Schema(convert)
 @functools.lru_cache(maxsize=64)
 def copy_kernel(kind: str, wide: bool) -> Kernel:
     """The kernel that copies 16-bit values ("copy"), or splits float32 ("bf16x6", "bf16x3")."""
-    pack, low, _ = HALVES["bfloat16"]
-    real = np.float32
-    bindings: dict[str, Any] = {
+    bindings = parts.bindings() | {
         "KIND": kind,
         "PARTS": planes_of(kind),
         "WIDE": wide,
-        "PACK": pack,
-        "LOW": low,
-        "ZERO": real(0),
         "SOURCE_SIZE": 2 if kind == "copy" else 4,
-        # of bfloat16 the largest number and the smallest subnormal; the largest float32
-        "LARGEST": real(2.0**127 * (2 - 2.0**-7)),
-        "SMALLEST": real(2.0**-133),
-        "MAXIMUM": np.finfo(real).max,
     }
     name = f"convert {kind}{' wide' if wide else ''}"
     return kernel_of(convert, ARGUMENTS, bindings, threads=256, name=name)

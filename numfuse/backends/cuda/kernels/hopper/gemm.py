@@ -9,7 +9,8 @@ result, or a part of its K) after the other.  Its threads have two roles:
 
 - warp group 0, of which one thread acts, is the producer: it asks the copy engine (TMA) for slices
   of X and Y, 128 bytes of K at a time, into a ring of stages in shared memory (of operands in three
-  parts, a stage has a slice of each);
+  parts, a stage has a slice of each). Where X comes as float32, all of the group make its parts
+  (`producer`);
 - one or two consumer warp groups of 128 threads multiply slices as they arrive (`mainloop`: wgmma,
   accumulators in registers) and finish the block (`epilogue`: the formula, column sums, store; of
   integers `residues.store`).
@@ -48,7 +49,6 @@ from numfuse.backends.cuda.compile.intrinsics import (
     block_count,
     block_index,
     dynamic_shared,
-    fresh,
     group_barrier,
     product_high,
     quotient,
@@ -67,8 +67,8 @@ from numfuse.backends.cuda.kernels.hopper.epilogue import (
 from numfuse.backends.cuda.kernels.hopper.mainloop import (
     multiply_slices,
     multiply_split,
-    next_stage,
 )
+from numfuse.backends.cuda.kernels.hopper.producer import produce, produce_parts, unit_at
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Unit, Work
 from numfuse.backends.cuda.kernels.residues.store import store_residues
 
@@ -85,8 +85,8 @@ def gemm(
 ):
     """The kernel: barriers, then each group its role.
 
-    Addresses are in bytes, strides in elements.  `slice_bytes`: of X and Y; fewer than a stage has
-    where X has fewer rows than a block.
+    Addresses are in bytes, strides in elements.  `slice_bytes`: what the copy engine brings to a
+    stage; fewer than it has where X has fewer rows than a block, or is split here.
     """
     # at a multiple of 1024, the bytes after which the copy engine's swizzle repeats
     shared = dynamic_shared() + 0
@@ -108,9 +108,9 @@ def gemm(
             map_prefetch(second.pre_map)
         full = shared + FULL_AT
         for s in range(STAGES):
-            barrier_init(full + 8 * s, 1)
+            barrier_init(full + 8 * s, WRITERS)
             barrier_init(full + 8 * STAGES + 8 * s, READERS)
-        for s in range(2 * BUFFERS + 2):
+        for s in range(2 * BUFFERS + 2 + SLABS):
             barrier_init(full + 16 * STAGES + 8 * s, 1)
         barrier_fence()
     block_barrier()
@@ -120,92 +120,14 @@ def gemm(
     if thread < 128:
         if CONSUMERS == 2:
             registers_few()
-        if thread == 0:
+        if SPLITS_X:
+            produce_parts(x, y, shared, work, slice_bytes)
+        elif thread == 0:
             produce(x, y, second, shared, work, slice_bytes)
     else:
         if CONSUMERS == 2:
             registers_many()
         consume(maps, ends, second, sums, shared, work)
-
-
-def unit_at(unit, work: Work):
-    """Where a unit of work is.
-
-    GROUP rows of blocks are worked on together, column by column: the slices of X and Y that blocks
-    at work share are then found in the second-level cache.
-    """
-    blocks = work.row_blocks * work.column_blocks
-    part, place, block = 0, 0, unit
-    if unit >= blocks:  # a division takes as long as the addresses of 16 sums
-        outer = quotient(unit, blocks)
-        block = unit - outer * blocks
-        part = quotient(outer, work.places)
-        place = outer - part * work.places
-    # computed here: no register keeps it
-    strip = quotient(block, GROUP * fresh(work.column_blocks))
-    first = strip * GROUP
-    height = min(GROUP, work.row_blocks - first)
-    rest = block - first * work.column_blocks
-    column = quotient(rest, height)
-    row = first + rest - column * height
-    return Unit(part, place, row * BLOCK_M, column * COLUMNS)
-
-
-# --- the producer ---------------------------------------------------------------------------------
-def produce(x: Fetched, y: Fetched, second: Second, shared, work: Work, slice_bytes):
-    """The producer's thread: every slice of every unit of this block, in order."""
-    full = shared + FULL_AT
-    stage, parity, unit = 0, 1, block_index() + 0
-    while unit < work.units:
-        here: Unit = unit_at(unit, work)
-        first = here.part * work.part_slices
-        end = min(work.slices, first + work.part_slices)
-        at = first
-        while at < end:
-            barrier = full + 8 * stage
-            barrier_wait(barrier + 8 * STAGES, parity)
-            barrier_expect(barrier, slice_bytes)
-            x_at = shared + stage * STAGE_BYTES
-            k, x_place, y_place = at * DEPTH, here.place * x.places, here.place * y.places
-            if TWO_TERMS and at >= work.term_slices:
-                k -= work.term_slices * DEPTH
-                x_place, y_place = here.place * second.x.places, here.place * second.y.places
-                fetch_x(second.x, x_at, here.row0, k, x_place, barrier)
-                fetch_y(second.y, x_at + X_BYTES, here.column0, k, y_place, barrier)
-            else:
-                column = here.column0 * (Y_COLUMNS // COLUMNS)
-                for _plane in unrolled(PLANES):
-                    fetch_x(x, x_at, here.row0, k, x_place, barrier)
-                    fetch_y(y, x_at + X_BYTES, column, k, y_place, barrier)
-                    if TWO_RIGHTS:
-                        y1_place = here.place * second.y.places
-                        y1_at = x_at + X_BYTES + 128 * COLUMNS
-                        fetch_y(second.y, y1_at, here.column0, k, y1_place, barrier)
-                    x_at += PLANE_BYTES
-                    x_place += x.plane
-                    y_place += y.plane
-            stage, parity = next_stage(stage, parity)
-            at += 1
-        unit += block_count()
-
-
-def fetch_x(x: Fetched, at, row0, k, place, barrier):
-    """A slice of X, on its way to shared memory."""
-    if X_TURNED:
-        for i in unrolled(BLOCK_M // 64):
-            tensor_load(at + 8192 * i, x.map, row0 + 64 * i, k, place, barrier)
-    else:
-        tensor_load(at, x.map, k, row0, place, barrier)
-
-
-def fetch_y(y: Fetched, at, column0, k, place, barrier):
-    """A slice of Y, on its way to shared memory."""
-    if Y_TURNED:
-        for i in unrolled(Y_COLUMNS // Y_BOX):
-            column = column0 + Y_BOX * i
-            tensor_load(at + 128 * Y_BOX * i, y.map, column, k, place, barrier)
-    else:
-        tensor_load(at, y.map, k, column0, place, barrier)
 
 
 # --- the consumers --------------------------------------------------------------------------------

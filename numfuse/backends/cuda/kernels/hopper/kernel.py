@@ -14,7 +14,7 @@ from numfuse.backends.cuda.compile.toolchain import Kernel, types
 from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.elementwise import Formula
-from numfuse.backends.cuda.kernels.hopper import epilogue, gemm
+from numfuse.backends.cuda.kernels.hopper import epilogue, gemm, parts
 from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile
 from numfuse.backends.cuda.kernels.residues.store import store_bindings
 from numfuse.expr import Expr, dumps
@@ -31,6 +31,8 @@ PARTS, PRODUCTS = {"bf16x6": 3, "bf16x3": 2}, {"bf16x6": 6, "bf16x3": 3}
 PROMOTE = 4
 #: Bytes behind the stages: mbarriers.
 EXTRA_BYTES = 256
+#: A square of 64 numbers of X, as float32.
+SLAB_BYTES = 64 * 64 * 4
 
 
 #: What every formula takes: two sums and two biases, and behind them the residual or grad.
@@ -74,6 +76,8 @@ class Gemm:
     woven: bool = False
     woven_out: bool = False
     formula: Formula = SUM
+    #: Whether X comes as float32, and its parts are made by the producer's group.
+    splits_x: bool = False
     #: Of "residues": a place's number modulo their count chooses one.
     moduli: tuple[int, ...] = ()
 
@@ -84,7 +88,8 @@ class Gemm:
     def __str__(self) -> str:
         layout = f"{'t' if self.x_turned else 'n'}{'t' if self.y_turned else 'n'}"
         woven = " woven" * self.woven
-        return f"wgmma {self.operands} {layout} {self.tile}{woven} -> {self.out}"
+        inside = " split inside" * self.splits_x
+        return f"wgmma {self.operands} {layout} {self.tile}{woven}{inside} -> {self.out}"
 
     @property
     def columns(self) -> int:
@@ -182,14 +187,23 @@ class Gemm:
         return 2 * self.bias_bytes * (2 if self.tile.ping_pong else 1)
 
     @property
-    def stages(self) -> int:
-        room = SHARED_BYTES - EXTRA_BYTES - self.staging_bytes - self._biases
-        return min(MOST_STAGES, room // self.stage_bytes)
+    def _slabs(self) -> int:
+        """Squares of 64 numbers that a slice of X has where it is split inside."""
+        return self.tile.block_m // 64 if self.splits_x else 0
 
-    # where in shared memory staging, biases and mbarriers begin, behind the stages
+    @property
+    def stages(self) -> int:
+        others = self.staging_bytes + self._biases + SLAB_BYTES * self._slabs
+        return min(MOST_STAGES, (SHARED_BYTES - EXTRA_BYTES - others) // self.stage_bytes)
+
+    # where in shared memory slabs, staging, biases and mbarriers begin, behind the stages
+    @property
+    def _slabs_at(self) -> int:
+        return self.stages * self.stage_bytes
+
     @property
     def staging_at(self) -> int:
-        return self.stages * self.stage_bytes
+        return self._slabs_at + SLAB_BYTES * self._slabs
 
     @property
     def bias_at(self) -> int:
@@ -212,11 +226,15 @@ class Gemm:
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
             " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums"
             " columns two_terms two_sums two_rights two_biases bias1 pre pre1 woven woven_out"
-            " y_columns",
+            " y_columns splits_x",
         )
         b |= {
             "DEPTH": DEPTHS.get(self.operands, 64),
             "READERS": 1 if t.ping_pong else t.consumers,
+            # who has written a stage: the copy engine, and the group that splits X
+            "WRITERS": 1 + self.splits_x,
+            "SLABS": self._slabs,
+            "SLABS_AT": self._slabs_at,
             # 2^32 / STAGES: exact quotients up to 2^28
             "PER_STAGE": -(-(1 << 32) // self.stages),
             "X_BYTES": t.block_m * 128,
@@ -244,6 +262,8 @@ class Gemm:
         }
         b |= store_bindings(self.moduli, 64, t.block_n)
         half = "bfloat16" if self.planes > 1 else self.operands
+        if self.splits_x:
+            b |= parts.bindings()
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
         if self.pre_half:

@@ -158,6 +158,7 @@ def plan_with(
     slice_bytes = gemm.planes * sum(
         64 * b * 2 if f.turned else 128 * f.map.box[1]
         for f, b in ((x, tile.block_m), *[(y, gemm.y_columns)] * (1 + gemm.two_rights))
+        if not f.inside
     )
     there = {name: Fetched(Derived(f.slot, f.map), f.places, f.plane) for name, f in found.items()}
     maps = {
@@ -290,6 +291,7 @@ def _gemm(
         two_sums=product.has_two_sums,
         woven=product.woven,
         woven_out=woven_out,
+        splits_x=x.inside,
         pre_half=pre is not None and pre.dtype in HALF,
         # short: the sums themselves are good to some units in the last place
         formula=formula(

@@ -88,6 +88,9 @@ HOPPER_COPY, HOPPER_COPY_K = 1 << 22, 128
 #: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
 #: are reached (a sixth of that for six products), its memory; and seconds of a launch.
 HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
+#: What a float32 product loses by a left factor that is split inside, as a count of shared memory's
+#: cycles has it (docs/cuda.md; no GPU has timed it), and rows of one, at the least.
+HOPPER_INSIDE, HOPPER_INSIDE_ROWS = 0.1, 256
 
 
 def hopper_splits(
@@ -99,6 +102,14 @@ def hopper_splits(
     copied = (m * k * x_places + k * n * y_places) * (10 if split == 6 else 8)
     rate = HOPPER_TENSORS / (split or 2)
     return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
+
+
+def hopper_inside(m: int, n: int, k: int, x_places: int, places: int, split: int) -> bool:
+    """Whether the kernel of a float32 product should make the parts of X itself: where a launch
+    before, that reads X and writes them, takes longer than what they cost inside."""
+    copied = m * k * x_places * (10 if split == 6 else 8) / HOPPER_MEMORY
+    product = 2 * m * n * k * places * split / HOPPER_TENSORS
+    return copied > HOPPER_INSIDE * product and m >= HOPPER_INSIDE_ROWS
 
 
 #: Cycles, a tile, and the number of parts of K.

@@ -1,0 +1,51 @@
+"""The bfloat16 parts of a float32, as templates: x = x0 + x1 (+ x2), each the nearest to a rest."""
+
+# A template has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda.compile.intrinsics import HALVES, select
+
+
+def nearest(x):
+    """x rounded to bfloat16, as a float32."""
+    return LOW(PACK(x, ZERO))
+
+
+def high_part(x):
+    """The first of the bfloat16 parts of x.
+
+    A finite number stays finite (rounding would make an infinity of those above LARGEST), and no
+    number but 0 becomes 0: an infinity in the other operand must not meet a zero that is none.
+    """
+    near = nearest(x)
+    near = select(LARGEST, near, (x > LARGEST) & (x <= MAXIMUM))
+    near = select(-LARGEST, near, (x < -LARGEST) & (x >= -MAXIMUM))
+    near = select(SMALLEST, near, (x > ZERO) & (near == ZERO))
+    return select(-SMALLEST, near, (x < ZERO) & (near == ZERO))
+
+
+def rest(x, part):
+    """Return what `part` leaves of x, exactly; 0 if x is an infinity or not a number."""
+    return select(x - part, ZERO, (x >= -MAXIMUM) & (x <= MAXIMUM))
+
+
+def bindings() -> dict[str, Any]:
+    """Return the names of these templates."""
+    real = np.float32
+    pack, low, high = HALVES["bfloat16"]
+    return {
+        "PACK": pack,
+        "LOW": low,
+        "HIGH": high,
+        "ZERO": real(0),
+        # of bfloat16 the largest number and the smallest subnormal; the largest float32
+        "LARGEST": real(2.0**127 * (2 - 2.0**-7)),
+        "SMALLEST": real(2.0**-133),
+        "MAXIMUM": np.finfo(real).max,
+    }
