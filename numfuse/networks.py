@@ -263,6 +263,9 @@ def mlp_jet_bwd(
     targets = network_outputs(*how_out, lambda _, y: y)
 
     whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
+    if not there:  # a cotangent that is not given meets no infinity, as a zero would
+        d_x = np.zeros(net.x.shape, net.acc) if "x" in wanted else None
+        return stored_gradients(net, d_x, [[None, None]] * len(net.layers), wanted, targets)
     gradients = None if whole is None else whole(net, given, wanted, targets, repeat)
     if gradients is not None:
         return stored_gradients(net, gradients[0], gradients[1], wanted, targets)

@@ -227,3 +227,17 @@ def test_a_gradient_that_some_networks_share_is_summed_silently():
     with np.errstate(all="raise"):
         _, _, (found,) = nf.mlp_bwd(grad, x, [w], [bias], "relu", backend="cpu")
     assert np.isnan(found[0, 0]).all() and (found[0, 1:] == 8).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_no_cotangent_at_all_meets_no_infinity(backend):
+    x, weights, biases = np.full((3, 2), 1e200), [np.full((2, 3), 1e200), np.ones((3, 1))], None
+    outs = np.full_like(x, np.nan), (None, None), (None, None)
+    needs = "x", "weights", "biases"
+    given = None, None, None, x, weights, biases, "relu"
+    found = nf.mlp_jet_bwd(*given, needs=needs, out=outs, backend=backend)
+    assert found.d_x is outs[0] and not found.d_x.any()
+    for d_w, w in zip(found.d_weights, weights, strict=True):
+        assert d_w.shape == w.shape and not d_w.any()
+    alone = nf.mlp_jet_bwd(*given, needs=("weights",), backend=backend)
+    assert alone.d_x is None and alone.d_biases is None
