@@ -191,7 +191,8 @@ def through_torch(o: Operands) -> dict[str, Call]:
         return nf.mlp(x, weights, biases)
 
     def apart() -> Any:
-        with mock.patch.object(chains.Chain, "run", chains.Chain.one_by_one):
+        by_layers = mock.patch.object(chains.Chain, "run", chains.Chain.one_by_one)
+        with by_layers, mock.patch.object(multilayer, "NETWORKS", {}):
             return node()
 
     def gradients(network: Call) -> Call:

@@ -52,6 +52,26 @@ class Chain:
             self.net = net = Network(name, x, weights, biases, *how)
             self.x, self.layers = net.x, net.layers
 
+    @classmethod
+    def checked(
+        cls, x: Any, weights: Any, biases: Any, activation: Any, final: Any, guard: bool,
+        backend: BackendLike,
+    ) -> Chain:  # fmt: skip
+        """Return the chain of NumPy's arrays of a form that has passed all checks."""
+        found = cls.__new__(cls)
+        layers = zip(*sequences(weights, biases, activation, final), strict=True)
+        found.x, found.layers, found.guard, found.backend = x, list(layers), guard, backend
+        found.net = found.adapter = found.whole = None
+        return found
+
+    def is_as_given(self, x: Any, weights: Any, biases: Any) -> bool:
+        """Return whether the layers have the very arrays of a call, in lists or tuples."""
+        if type(weights) not in (list, tuple) or self.x is not x:
+            return False
+        biases = (None,) * len(weights) if biases is None else biases
+        pairs = zip(self.layers, weights, biases, strict=True)
+        return all(w is own and b is bias for (w, b, _), own, bias in pairs)
+
     def cast(self, name: str, x: Any, like: Any = None) -> Any:
         """Return a cotangent or a tangent as the layers take it; `like` has the shape it needs."""
         if x is None:

@@ -34,6 +34,8 @@ _SERIALS = itertools.count()
 _RECORDED: weakref.WeakKeyDictionary[Any, UserEpilogue] = weakref.WeakKeyDictionary()
 _BY_TEXT: dict[Any, list[UserEpilogue]] = {}
 _MOST_TEXTS = 256
+#: Stands for a name that a function's module does not have.
+_NOWHERE = object()
 
 
 class UserEpilogue:
@@ -62,6 +64,15 @@ class UserEpilogue:
         self.formula: Callable[..., Any] | None = None
         #: The numbers, and the other objects, that the function reads from around it, by name.
         self._numbers, self._others = _outer(formula)
+        #: The same as `unchanged` compares it.
+        self._code: Any = getattr(formula, "__code__", None)
+        self._cells: tuple[Any, ...] = ()
+        self._globals: tuple[tuple[str, Any], ...] = ()
+        if self._code is not None:
+            around: Any = formula
+            self._cells = tuple(cell.cell_contents for cell in around.__closure__ or ())
+            names = self._code.co_names
+            self._globals = tuple((x, around.__globals__.get(x, _NOWHERE)) for x in names)
         #: By the number of accumulators, and by what else is made of it.
         self.made: dict[Any, Any] = {}
 
@@ -90,6 +101,23 @@ class UserEpilogue:
                         f"is now {now!r}: make {name} an operand of the formula, whose value may "
                         f"change from call to call, or define one with numfuse.epilogue for each"
                     )
+
+    def unchanged(self, formula: Any) -> bool:
+        """Return whether a function has the same code and finds the same objects around it.
+
+        Then `reads` is true and `check` passes. This takes a tenth of their time.
+        """
+        if formula.__code__ is not self._code:
+            return False
+        if self._cells:
+            for cell, before in zip(formula.__closure__, self._cells, strict=True):
+                if cell.cell_contents is not before:
+                    return False
+        found = formula.__globals__
+        for name, before in self._globals:
+            if found.get(name, _NOWHERE) is not before:
+                return False
+        return True
 
     def reads(self, formula: Any) -> bool:
         """Return whether a function of the same text reads the same objects from around it."""
@@ -266,9 +294,12 @@ def get(which: Any) -> UserEpilogue:
         )
     code = getattr(which, "__code__", None)
     made = None if code is None else _RECORDED.get(which)
-    if made is not None and made.reads(which):
-        made.check(which)
-        return made
+    if made is not None:
+        if made.unchanged(which):
+            return made
+        if made.reads(which):
+            made.check(which)
+            return made
     # A function that is made anew for each call (a lambda) is known by its text.
     key = which if code is None else code
     for made in tuple(_BY_TEXT.get(key, ())):

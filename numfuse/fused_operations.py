@@ -47,7 +47,8 @@ class FusedOperation(Operation):
         known: Callable[[Any], Any] | None = None,
     ) -> None:
         self.name, self.kind, self.form, self.whole, self.keep = name, "fused", form, whole, keep
-        self.mark = name, form, keep
+        # (a str, which keeps its hash: that of a tuple is made anew in each call)
+        self.mark = repr((name, form, keep))
         own = [*form.factor_names, *form.others]
         grads = [f"g_{i}" for i in range(form.results)]
         back = "backward" in form.kind
@@ -172,11 +173,15 @@ def _count(n: int, what: str) -> str:
 
 def numbers_of(operands: Sequence[Any]) -> tuple[bool, ...]:
     """Return which operands are Python numbers."""
+    if NUMBERS.isdisjoint(map(type, operands)):
+        return (False,) * len(operands)
     return tuple([type(x) in NUMBERS for x in operands])
 
 
 def arrays_of(given: Sequence[Any]) -> tuple[Any, ...]:
     """Return operands with Python numbers as arrays, where the first operand is NumPy's."""
+    if NUMBERS.isdisjoint(map(type, given)):
+        return tuple(given)
     first = next((x for x in given if x is not None and type(x) not in NUMBERS), None)
     if type(first) is not ndarray:
         return tuple(given)

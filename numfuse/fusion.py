@@ -141,7 +141,7 @@ def matmul_epilogue_bwd(
     factors, several = _right(b)
     count, name = len(factors), "matmul_epilogue_bwd"
     op, f = operation(epilogue, name, "backward", count, several, numbers_of(operands))
-    wanted = _needs(needs, op.form)
+    wanted = op.needs if needs is None else _needs(needs, op.form)
     outs = None
     if out is not None:
         d_a, d_b, d_operands = entries("out", out, 3)
@@ -154,10 +154,8 @@ def matmul_epilogue_bwd(
     return EpilogueGradients(d_a, d_b if several else d_b[0], tuple(rest[count:]))
 
 
-def _needs(needs: Iterable[str | int] | None, form: Form) -> tuple[str, ...]:
+def _needs(needs: Iterable[str | int], form: Form) -> tuple[str, ...]:
     """Return the names here of the gradients that are wanted."""
-    if needs is None:
-        return (*form.factor_names, *form.others)
     names: dict[Any, tuple[str, ...]] = {i: (x,) for i, x in enumerate(form.others)}
     if form.factors:
         names |= {"a": ("a",), "b": form.right}
@@ -299,6 +297,6 @@ def elementwise_bwd(
     """
     op, f = operation(epilogue, "elementwise_bwd", "backward", 0, False, numbers_of(operands))
     given = entries("grads", grads, len(f.graphs)) if f.several else (grads,)
-    wanted = _needs(needs, op.form)
+    wanted = op.needs if needs is None else _needs(needs, op.form)
     found = op(arrays_of((*given, *operands)), f, (bool(guard), False), wanted, out, backend)
     return tuple(found)

@@ -25,9 +25,13 @@ from numfuse.problem.results import (
     check_needs,
     network_outputs,
 )
-from numfuse.repeats import again
+from numfuse.repeats import Checked, Repeat, again
+from numfuse.runtime.dispatch import NETWORKS
 
 __all__ = ["mlp", "mlp_bwd", "mlp_double_bwd", "mlp_jvp"]
+
+#: What half types are computed in.
+_WIDE = np.dtype(np.float32)
 
 
 def mlp(
@@ -92,6 +96,20 @@ def mlp(
         if keep:
             return repeat if len(repeat) > 1 else (repeat[0], Kept())
         return repeat[0]
+    if type(repeat) is Checked:
+        if repeat.widened:
+            given = _widened(x, weights, biases)
+            found = mlp(*given, activation, final=final, keep=keep, backend=backend)
+            return (rounded(found[0], x.dtype), found[1]) if keep else rounded(found, x.dtype)
+        call = Chain.checked(x, weights, biases, activation, final, True, backend)
+        kept = Kept([], []) if keep else None
+        found = call.run(kept)
+        return (found, kept) if keep else found
+    run = NETWORKS.get(type(x))
+    if run is not None and not (keep or outs):
+        found = run(x, weights, biases, activation, final, backend)
+        if found is not None:
+            return found
     call = Chain("mlp", x, weights, biases, activation, final, True, backend)
     net, kept = call.net, Kept([], []) if keep else None
     if net is None:
@@ -114,6 +132,8 @@ def mlp(
         call.run(kept, made)
     else:
         kept = found
+    if type(repeat) is Repeat and out is None:
+        _keep_checked(repeat, call, found is None, x, weights, biases)
     if target is None:
         target = rounded(made, net.dtype)
     elif target is not made:
@@ -175,7 +195,7 @@ def mlp_bwd(
     [6.0, 3.0]
     """
     wanted = check_needs(needs, NEEDS)
-    stacks = getattr(kept, "stacks", None)
+    stacks, stacks_of = getattr(kept, "stacks", None), kept
     kept = given_back(kept)
     repeat = None
     if kept is None:
@@ -184,6 +204,21 @@ def mlp_bwd(
         repeat = gradients_again("mlp_bwd", x, weights, biases, grads, wanted, out, *how)
         if type(repeat) is tuple:
             return gradients_of(repeat, wanted)
+    elif out is None:
+        others = grad, *kept.inputs, *kept.sums
+        options = wanted, bool(guard), "kept"
+        rest = activation, final, options, backend
+        repeat = again("mlp_bwd", x, weights, biases, others, (), *rest)
+    if type(repeat) is Checked:
+        if repeat.widened:
+            wider = grad.astype(_WIDE), *_widened(x, weights, biases)
+            asked: Any = {"final": final, "needs": wanted, "guard": guard, "backend": backend}
+            wide = mlp_bwd(*wider, activation, kept=stacks_of, **asked)
+            return NetworkGradients(*(_rounded(y, x.dtype) for y in wide))
+        call = Chain.checked(x, weights, biases, activation, final, bool(guard), backend)
+        if kept is None:
+            call.run(kept := Kept([], []))
+        return call.back(grad, kept, wanted)
     call = Chain("mlp_bwd", x, weights, biases, activation, final, guard, backend)
     if kept is not None:
         check_kept(kept, len(call.layers), call.x)
@@ -192,11 +227,13 @@ def mlp_bwd(
         return _gradients(call, grad, kept, wanted, out)
     given = as_plain("grad", array_of(grad))
     grad = call.cast("grad", shaped(given, "grad", net.shapes[0]))
-    others = {**net.given, "grad": given}
+    named = {**net.given, "grad": given}
     shapes = net.operand_shapes
-    targets = network_outputs(out, NEEDS, wanted, shapes, net.dtype, others, lambda _, y: y)
+    targets = network_outputs(out, NEEDS, wanted, shapes, net.dtype, named, lambda _, y: y)
     whole = getattr(resolve(backend), "network_jet_bwd", None) if kept is None else None
     found = None if whole is None else whole(net, (grad,), wanted, targets, repeat, stacks)
+    if type(repeat) is Repeat and out is None:
+        _keep_checked(repeat, call, found is None, x, weights, biases)
     if found is not None:
         d_x, pairs = found
         return stored_gradients(net, d_x, pairs, wanted, targets)
@@ -208,6 +245,32 @@ def mlp_bwd(
         for i in range(len(net.layers))
     ]
     return stored_gradients(net, d_x, pairs, wanted, targets)
+
+
+def _keep_checked(
+    repeat: Repeat, call: Chain, by_layers: bool, x: Any, weights: Any, biases: Any
+) -> None:
+    """Let the next call of this form go without checks, if it is made of other calls alone."""
+    net: Any = call.net
+    if net.dtype != net.acc:
+        if type(weights) in (list, tuple):
+            repeat.keep_checked(True)
+    elif by_layers and call.is_as_given(x, weights, biases):
+        repeat.keep_checked(False)
+
+
+def _widened(x: Any, weights: Any, biases: Any) -> tuple[Any, list[Any], list[Any] | None]:
+    """Return the operands of a network of half types in float32."""
+    if biases is not None:
+        biases = [None if y is None else y.astype(_WIDE) for y in biases]
+    return x.astype(_WIDE), [w.astype(_WIDE) for w in weights], biases
+
+
+def _rounded(y: Any, dtype: Any) -> Any:
+    """Return a result, or a tuple of results, in a half type."""
+    if type(y) is tuple:
+        return tuple([_rounded(z, dtype) for z in y])
+    return None if y is None else rounded(y, dtype)
 
 
 def _gradients(call: Chain, grad: Any, kept: Any, wanted: Sequence[str], out: Any) -> Any:

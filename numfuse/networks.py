@@ -15,7 +15,7 @@ from numfuse.packs import Packed
 from numfuse.perceptron import Memory, Network, silently, store
 from numfuse.problem.operands import array_of, as_plain, output, same_dtype, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs, network_outputs
-from numfuse.repeats import Repeat, again, content
+from numfuse.repeats import Checked, Repeat, again, content
 from numfuse.runtime.dispatch import adapter_for
 
 __all__ = ["mlp_jet", "mlp_jet_bwd"]
@@ -287,7 +287,7 @@ def mlp_jet_bwd(
 def gradients_again(
     name: str, x: Any, weights: Any, biases: Any, grads: tuple[Any, ...],
     wanted: tuple[str, ...], out: Any, activation: Any, final: Any, options: Any, backend: Any,
-) -> tuple[Any, ...] | Repeat | None:  # fmt: skip
+) -> tuple[Any, ...] | Checked | Repeat | None:  # fmt: skip
     """Run a backward that came before, and return its results; see :func:`numfuse.repeats.again`.
 
     `out` is (d_x, d_weights, d_biases), of which each may be None.

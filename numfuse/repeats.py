@@ -2,7 +2,8 @@
 
 The first call of a form goes the long way: it is checked, and a backend that has whole networks
 keeps the program that it made of the call. The next call of this form on NumPy's arrays launches
-that program.
+that program. Where the call goes by calls of its own, of its layers or of wider arrays, it is kept
+that a call of this form has passed its checks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SEQUENCES = {list, tuple, Packed}
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class _Kept:
+class Kept:
     """A program, and what it takes beside the arrays of a call."""
 
     program: Any
@@ -39,6 +40,16 @@ class _Kept:
     dtypes: Any
     #: How many elements, of which dtype, are kept for a backward; None: nothing is.
     stacks: tuple[int, Any] | None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Checked:
+    """A form of call that has passed its checks, and goes by calls of its own."""
+
+    #: Whether that is one call of the same arrays in the dtype of the computation.
+    widened: bool
+    #: The dtypes that the form has by their addresses.
+    dtypes: Any
 
 
 class Repeat:
@@ -79,8 +90,13 @@ class Repeat:
         dtypes = {x.dtype for x in given if x is not None}
         variant = None if varies is None else varies()
         held = None if stacks is None else (stacks.size, stacks.dtype)
-        found = _Kept(program, constants, made, varies, variant, dtypes, held)
+        found = Kept(program, constants, made, varies, variant, dtypes, held)
         self.chosen.replay.keep(self.key, found, formulas, program.nbytes)
+
+    def keep_checked(self, widened: bool) -> None:
+        """Keep that a call of this form has passed its checks."""
+        dtypes = {x.dtype for x in self.operands if x is not None}
+        self.chosen.replay.keep(self.key, Checked(widened, dtypes))
 
 
 def again(
@@ -94,12 +110,13 @@ def again(
     final: Any,
     options: tuple[Hashable, ...],
     backend: Any,
-) -> tuple[Any, ...] | Repeat | None:
+) -> tuple[Any, ...] | Checked | Repeat | None:
     """Run a call on NumPy's arrays that came before, and return its results, None where none is.
 
     Behind them is what was kept for a backward, if anything was.
 
-    Another is returned as a :class:`Repeat`; what has no form as None. `others` are the arrays
+    One that goes by calls of its own is returned as the :class:`Checked` of its form. Another is
+    returned as a :class:`Repeat`; what has no form as None. `others` are the arrays
     beside x, weights and biases, `outs` those to write to, and `options` what the program depends
     on beside arrays and activations.
     """
@@ -127,6 +144,8 @@ def again(
         found = replay.find(key)
     except (AttributeError, KeyError, TypeError):  # no activation, or no hash
         return None
+    if type(found) is Checked:
+        return Repeat(chosen, key, operands, outs) if outs else found
     if found is None or (found.varies is not None and found.varies() != found.variant):
         return Repeat(chosen, key, operands, outs)
     made = found.made

@@ -27,6 +27,9 @@ PLAIN = frozenset({ndarray, type(None)})
 #: function of the operation, which has the other way (`other`), and what that is called with.
 AGAIN: dict[type, Callable[..., Any]] = {}
 
+#: {class: what returns a network's value where a call of that form came before, or None}.
+NETWORKS: dict[type, Callable[..., Any]] = {}
+
 #: Adapters that have been imported: torch.compile can follow a look-up here, not an import.
 _LOADED: dict[str, ModuleType] = {}
 #: By class, of those that were met: the adapter, None of what needs none.

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import numfuse as nf  # noqa: E402
-from numfuse.adapters.torch import Linear, replayed  # noqa: E402
+from numfuse.adapters.torch import Linear, replayed, replayed_networks, tensors  # noqa: E402
 
 
 def _forms(rng, dtype):
@@ -120,3 +120,118 @@ def test_a_call_that_comes_again_knows_a_definition_and_the_threads_of_now():
             for _ in range(2):
                 found = nf.matmul_bias_activation(*large)
                 torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+# --- networks -------------------------------------------------------------------------------------
+def _network(dtype, seed=7):
+    torch.manual_seed(seed)
+    x = torch.randn(9, 5, dtype=dtype)
+    weights = [torch.randn(5, 6, dtype=dtype), torch.randn(3, 6, dtype=dtype).t()]
+    biases = [torch.randn(6, dtype=dtype), None]
+    for y in (*weights, biases[0]):
+        y.requires_grad_()
+    return x, weights, biases
+
+
+def _networks(dtype):
+    """Networks of tensors of any strides, lists, and memory that has not its values."""
+    x, weights, biases = _network(dtype)
+    yield "lists", (x, weights, biases)
+    yield "no biases", (x, tuple(weights), None)
+    yield "steps", (torch.randn(18, 10, dtype=dtype)[::2, ::2], weights, tuple(biases))
+    yield "repeated", (torch.randn(1, 5, dtype=dtype).expand(9, 5), weights, biases)
+    parameters = torch.nn.ParameterList([y.detach().clone() for y in weights])
+    yield "parameters", (x.clone().requires_grad_(), parameters, biases)
+    if dtype is torch.float64:
+        yield "negative", (torch.imag(torch.conj(torch.complex(x, x))), weights, biases)
+    if dtype is torch.float32:
+        raw = torch.zeros(x.numel() * 4 + 1, dtype=torch.uint8)[1:]
+        odd = torch.frombuffer(memoryview(raw.numpy()), dtype=dtype).reshape(x.shape)
+        yield "unaligned", (odd.copy_(x), weights, biases)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_network_that_comes_again_gives_what_it_gave(dtype, monkeypatch):
+    """Guards: what is repeated by addresses is the call that was recorded of arrays."""
+    for name, given in _networks(dtype):
+        seen = []
+
+        def array_over(x, seen=seen):
+            seen.append(x)
+            return tensors.array_over(x)
+
+        monkeypatch.setattr(replayed_networks, "array_over", array_over)
+        asked = [y for y in (given[0], *given[1], *(given[2] or ())) if y is not None]
+        asked = [y for y in asked if y.requires_grad]
+        results = []
+        for turn in range(3):
+            seen.clear()
+            out = nf.mlp(*given, "gelu", final="tanh")
+            assert out.dtype is dtype and out.is_contiguous()
+            with torch.no_grad():
+                value = nf.mlp(*given, "gelu", final="tanh")
+            # (a cotangent that repeats a number, and one that does not)
+            found = torch.autograd.grad(out, asked, torch.ones(()).to(dtype).expand(out.shape))
+            more = torch.autograd.grad(nf.mlp(*given, "gelu", final="tanh").square().sum(), asked)
+            results.append((out, value, *found, *more))
+            assert torch.equal(out, value), name
+            assert turn < 2 or bool(seen) == (name in ("negative", "unaligned")), name
+        for again in results[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(again, results[0], strict=True)), name
+        a, *weights = [y.detach().resolve_neg().double().numpy() for y in (given[0], *given[1])]
+        biases = given[2] and [y if y is None else y.detach().double().numpy() for y in given[2]]
+        wanted = nf.mlp(a, weights, biases, "gelu", final="tanh", backend="reference")
+        assert np.abs(results[0][0].detach().double().numpy() - wanted).max() <= 1e-5
+
+
+def test_a_network_is_known_by_its_activations_and_its_backend():
+    x, weights, biases = _network(torch.float64)
+    expr = nf.expr
+    for factor in (2.0, 3.0):  # the name of another function now
+        act = nf.activation(lambda z, factor=factor: expr.tanh(factor * z), name="again")
+        for _ in range(3):
+            found = nf.mlp(x, weights, biases, act)
+        hidden = torch.tanh(factor * (x @ weights[0] + biases[0]))
+        torch.testing.assert_close(found, hidden @ weights[1])
+    for _ in range(3):
+        with nf.use_backend("reference"):
+            nf.mlp(x, weights, biases, "tanh")
+            assert nf.last_call().backend == "reference"
+        nf.mlp(x, weights, biases, "tanh")
+        assert nf.last_call().backend == "cpu"
+
+
+def test_a_network_that_does_not_fit_is_told_so_each_time():
+    x, weights, biases = _network(torch.float32)
+    nf.mlp(x, weights, biases, "tanh")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="activation must be one of"):
+            nf.mlp(x, weights, biases, "tanhh")
+        with pytest.raises(ValueError, match="got"):
+            nf.mlp(x[:, :4], weights, biases, "tanh")
+        with pytest.raises(TypeError, match="dtype"):
+            nf.mlp(x.double(), weights, biases, "tanh")
+    out = nf.mlp(x, weights, biases, "tanh")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with torch.no_grad():
+            weights[0].add_(1)
+        out.sum().backward()
+
+
+def test_a_gradient_by_points_makes_none_by_weights(monkeypatch):
+    """Guards: where PyTorch's engine asks for d_x alone, as a loss with derivatives does."""
+    x, weights, biases = _network(torch.float64)
+    points = x.repeat(4000, 1).requires_grad_()
+    asked = []
+
+    def backward(known, call, g, given, needs, kept, real=replayed_networks.KnownNetwork.backward):
+        asked.append(list(needs))
+        return real(known, call, g, given, needs, kept)
+
+    monkeypatch.setattr(replayed_networks.KnownNetwork, "backward", backward)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(nf.mlp(points, weights, biases, "tanh").sum(), points)
+        torch.autograd.grad(nf.mlp(points, weights, biases, "tanh").sum(), [weights[1]])
+    assert asked == 2 * [[True, False, False, False, False], [False, False, True, False, False]]
+    h = torch.tanh(points @ weights[0] + biases[0])
+    torch.testing.assert_close(found, ((1 - h * h) * weights[1].sum(1)) @ weights[0].t())

@@ -12,8 +12,10 @@ from frames import frames
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cpu_networks import network
+from tolerance import DTYPES
 
 import numfuse as nf
+from numfuse import perceptron
 from numfuse.backends.cpu.face import BACKEND
 from numfuse.expr import Expr
 from numfuse.problem.operands import apart
@@ -67,6 +69,45 @@ def test_a_call_that_comes_again_opens_few_frames(name):
     again = min((frames(call)[1] for _ in range(3)), key=len)
     assert len(again) <= 12, again
     same(call(), first)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["biases", "none"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((3, 300, 5), "float32"), ((270, 8), "float64"), ((3, 8, 5), "float16"),
+     ((5, 270, 3), "bfloat16")],
+    ids=str,
+)  # fmt: skip
+def test_a_call_that_goes_by_other_calls_is_checked_once(sizes, dtype, bias, monkeypatch):
+    """Wide networks go layer by layer, half types in float32: with the bits of a first call."""
+
+    def operands(seed):
+        x, weights, biases, grad = drawn(sizes, 9, DTYPES[dtype], seed)
+        return x, weights, biases if bias else None, grad
+
+    def found(x, weights, biases, grad):
+        given = x, weights, biases, "tanh"
+        value, kept = nf.mlp(*given, keep=True)
+        every = [nf.mlp(*given), value]
+        for needs in (EVERY, ("weights", "biases"), ("x",)):
+            every.append(nf.mlp_bwd(grad, *given, needs=needs))
+            every.append(nf.mlp_bwd(grad, *given, needs=needs, kept=kept))
+        return every
+
+    BACKEND.replay.clear()
+    expected = found(*operands(1))
+    BACKEND.replay.clear()
+    found(*operands(2))
+    same(found(*operands(1)), expected)
+
+    def checks(*_):
+        raise AssertionError("a call that came before is checked again")
+
+    monkeypatch.setattr(perceptron.Network, "__init__", checks)
+    same(found(*operands(1)), expected)
+    x, weights, biases, _ = operands(1)
+    with pytest.raises(AssertionError, match="checked again"):
+        nf.mlp(x[:8], weights, biases, "tanh")
 
 
 LAYOUTS = {

@@ -70,6 +70,18 @@ def test_few_rows_or_columns_have_the_bits_of_many(dtype, few, usual):
             assert_same(results(values), usual(values), (m, n, k))
 
 
+@pytest.mark.parametrize("few", (5, 8, 11, 12))
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_rows_that_pass_a_large_factor_by_groups_have_the_bits_of_many(
+    dtype, few, usual, monkeypatch
+):
+    monkeypatch.setattr(tiling, "THIN_SHARE", 0)  # (so every factor is a large one)
+    for k, n in ((7, 37), (130, 700), (514, 389), (1102, 37)):
+        for size in ((few, n, k), (n, few, k)):
+            values = operands(*size, dtype)
+            assert_same(results(values), usual(values), size)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_their_storage_does_not_show(dtype, layout, usual):

@@ -121,6 +121,34 @@ def test_what_is_called_with_scalars_is_a_formula():
 
 
 # --- what is compiled ---------------------------------------------------------------------------
+def test_a_function_that_finds_others_around_it_is_recorded_anew():
+    """Whether it was called before makes no difference."""
+    space = {"inner": lambda x: x + x}
+    exec("def outer(x): return inner(x) * 3.0\ndef plain(x): return x * 5.0", space)
+
+    def enclosing(inner):
+        def outer(x):
+            return inner(x) * 3.0
+
+        def change(other):
+            nonlocal inner
+            inner = other
+
+        return outer, change
+
+    outer, change = enclosing(space["inner"])
+    for _ in range(2):
+        np.testing.assert_array_equal(nf.elementwise(space["outer"], A), 6 * A)
+        np.testing.assert_array_equal(nf.elementwise(outer, A), 6 * A)
+    space["inner"] = lambda x: x * 4.0
+    change(space["inner"])
+    for _ in range(2):
+        np.testing.assert_array_equal(nf.elementwise(space["outer"], A), 12 * A)
+        np.testing.assert_array_equal(nf.elementwise(outer, A), 12 * A)
+    space["outer"].__code__ = space["plain"].__code__
+    np.testing.assert_array_equal(nf.elementwise(space["outer"], A), 5 * A)
+
+
 def test_a_lambda_in_a_loop_and_another_number_compile_nothing():
     def call(s):
         nf.matmul_epilogue(A, B, lambda z, s: ex.tanh(z) * s + 0.123, s)

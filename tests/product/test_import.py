@@ -243,6 +243,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "multilayer": {
         "backends", "chains", "functional", "kept", "networks", "perceptron", "problem", "repeats",
+        "runtime",
     },
     "devices": {"activations", "backends", "problem", "runtime"},
     "tuning": {"backends", "devices"},
@@ -250,7 +251,7 @@ ARROWS: dict[str, set[str]] = {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "chains",
         "definitions", "devices", "differentials", "epilogue_jets", "epilogues", "errors", "expr",
         "functional", "fused_operations", "fusion", "gated", "jets", "kept", "language",
-        "multilayer", "networks", "operations", "perceptron", "problem", "runtime",
+        "multilayer", "networks", "operations", "perceptron", "problem", "repeats", "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {

@@ -1,6 +1,6 @@
-"""The sweep of `asv_benches/cuda_sweep.py`: its cases, its errors, what it keeps and reports.
+"""The sweeps of `asv_benches`: their cases, their errors, what they keep and report.
 
-It runs where a GPU is lent by the minute, so all but the GPU's own part is run here.
+That of CUDA runs where a GPU is lent by the minute, so all but the GPU's own part is run here.
 """
 
 from __future__ import annotations
@@ -190,3 +190,54 @@ def test_a_fit_finds_the_constants_that_measurements_were_made_by(script, tmp_pa
     assert [c.value for c in fit.constants("cores float32")] == [c.value for c in changed]
     text = fit.report(items, 2, 4)
     assert "cores float32" in text and "regret: median" in text and "held out, fitted" in text
+
+
+def test_the_processors_cases_fit_and_a_seed_draws_them_again(script):
+    sweep, cases = script("cpu_sweep"), script("cpu_cases")
+    drawn = [sweep.draw(random.Random(seed)) for seed in range(500)]
+    assert drawn == [sweep.draw(random.Random(seed)) for seed in range(500)]
+    assert all(x.work <= sweep.WORK and x.nbytes <= sweep.MEMORY for x in drawn)
+    assert {x.operation for x in drawn} == set(cases.OPERATIONS)
+    assert {x.layout for x in drawn} == set(sweep.LAYOUTS)
+    sizes = [s for x in drawn if not cases.OPERATIONS[x.operation].pointwise for s in (x.m, x.k)]
+    assert min(sizes) == 1 and max(sizes) > 1 << 15
+    assert sweep.Case(**json.loads(json.dumps(vars(drawn[0])))) == drawn[0]
+
+
+@pytest.mark.parametrize("layout", ["rows", "b turned", "a apart"])
+def test_everyone_on_the_processor_computes_the_same(layout, script):
+    sweep, cases, contestants = map(script, ("cpu_sweep", "cpu_cases", "cpu_contestants"))
+    from numfuse.cli import timing
+
+    for name, operation in cases.OPERATIONS.items():
+        if layout != "rows" and not operation.batches:
+            continue
+        for order in operation.orders:
+            shape = {"m": 3, "k": 4, "n": 5, "depth": 2 if operation.network else 1}
+            case = sweep.Case(name, order, "float64", "tanh", **shape, layout=layout)
+            made = contestants.Contestants(case, np.random.default_rng(3))
+            by_hand = made._numpy()
+            runs = {
+                "numfuse": operation.ours(made, order),
+                **({"NumPy": by_hand} if by_hand else {}),
+            }
+            exact = timing.arrays(made.exact())
+            for who, run in runs.items():
+                found = run()
+                found = [x for x in found if x is not None] if isinstance(found, tuple) else found
+                assert timing.relative_error(timing.arrays(found), exact) < 1e-12, (
+                    name,
+                    order,
+                    who,
+                )
+
+
+def test_the_processors_report_tells_ratios_and_what_was_wrong(script):
+    sweep = script("cpu_sweep")
+    case = vars(sweep.Case("layer", "value", "float32", "relu", 2, 3, 4))
+    times = {"numfuse": 2e-6, "NumPy": 1e-6, "JAX": 3e-6}
+    record = {"case": case, "threads": 2, "seconds": times, "tolerance": 1e-5, "failed": {}}
+    told = sweep.report([{**record, "error": {"numfuse": 1e-6}}], 3)
+    assert "| all | 1 | 0.50 | 0% | 100% | 0.50 |" in told and "WRONG" not in told
+    assert "0.50 layer, value, float32, relu, 2 x 3 x 4" in told
+    assert "WRONG layer" in sweep.report([{**record, "error": {"numfuse": 1e-3}}], 3)

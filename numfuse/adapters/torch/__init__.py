@@ -6,7 +6,7 @@ often differentiable, and as modules.
   `formulas`: derived formulas; `pieces`: calls that are no nodes
 - `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
 - `jets`: jets of layers and networks; `perceptrons`: networks' values
-- `replayed`: calls on the CPU that come again
+- `replayed`, `replayed_networks`: calls on the CPU that come again
 - `compiled`: a layer that is trained in a program of torch.compile
 - `operators`: a primitive as an operator of PyTorch; `rules`: its derivatives
 - `tensors`: memory, and who watches; `keys`: strings for what a schema cannot name
@@ -32,13 +32,14 @@ from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.perceptrons import (
     perceptron,
+    perceptron_again,
     perceptron_along,
     perceptron_at_once,
     perceptron_is_whole,
     repeated,
 )
 from numfuse.adapters.torch.tensors import to_numpy
-from numfuse.runtime.dispatch import AGAIN, serve
+from numfuse.runtime.dispatch import AGAIN, NETWORKS, serve
 
 _HOMES = fusion, gated, layers, epilogue_jets, networks, multilayer
 #: The functions of epilogues and jets, which come here by their tensors.
@@ -76,3 +77,4 @@ def synchronize(x: Any) -> None:
 # Imported in advance, the adapter is found where torch.compile follows a call.
 serve(sys.modules[__name__], TENSORS)
 AGAIN.update(dict.fromkeys(TENSORS, again))
+NETWORKS.update(dict.fromkeys(TENSORS, perceptron_again))

@@ -16,7 +16,8 @@ from torch.autograd import Function
 
 from numfuse.activations import get
 from numfuse.adapters.perceptrons import ValueCall, value_call
-from numfuse.adapters.torch.eager import asked, is_small, mode
+from numfuse.adapters.torch import replayed_networks
+from numfuse.adapters.torch.eager import asked, is_asked, is_small, mode
 from numfuse.adapters.torch.jets import KeptValue, kept_of
 from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.operators import on_cuda
@@ -47,9 +48,17 @@ def perceptron(chain: Chain) -> Tensor | None:
         return None
     call, operands = found
     if how == 2:
-        made: Tensor = _apply_value(*operands, call)
+        made: Tensor = _apply_value(*operands, call, None)
         return made
     return to_tensor(run_beside(call.forward, _arrays(operands))[0])
+
+
+def perceptron_again(
+    x: Tensor, weights: Any, biases: Any, activation: Any, final: Any, backend: Any
+) -> Tensor | None:
+    """Return the value of a network on the CPU, the forms of which came before; or None."""
+    how = activation, final, backend
+    return replayed_networks.again(x, weights, biases, *how, _apply_value)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -237,29 +246,50 @@ def _flags(ctx: Any, names: Sequence[str], operands: _Given, call: ValueCall) ->
     return [name in found for name in names]
 
 
+def _asked(ctx: Any, x: _Given, needs: list[bool]) -> list[bool]:
+    """Return which gradients a value's backward is asked for, one parameter for all of them.
+
+    Their products are made together, and a question may take as long as one.
+    """
+    needs[0] = needs[0] and is_asked(ctx, 0, x)
+    flagged = [i for i in range(1, len(x)) if needs[i]]
+    if flagged and not is_asked(ctx, flagged[0], x):
+        for i in flagged:
+            needs[i] = i > flagged[0] and is_asked(ctx, i, x)
+    return needs
+
+
 class _Value(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *x, ctx.call = args
-        made, kept = run_beside(ctx.call.forward, _arrays(x), not recomputes())
+        *x, ctx.call, ctx.known = args
+        if ctx.known is not None:
+            made, kept = ctx.known.forward(ctx.call, x, not recomputes())
+        else:
+            array, kept = run_beside(ctx.call.forward, _arrays(x), not recomputes())
+            made = to_tensor(array)
         ctx.save_for_backward(*x, None if kept is None else KeptValue(kept).ticket())
-        return to_tensor(made)
+        return made
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
-        (*x, ticket), call = ctx.saved_tensors, ctx.call
-        needs = _flags(ctx, call.names, x, call)
+        (*x, ticket), call, known = ctx.saved_tensors, ctx.call, ctx.known
+        needs = list(ctx.needs_input_grad[:-2])
+        if known is None or not known.small or torch.is_grad_enabled():
+            needs = _asked(ctx, x, needs)
         if not any(needs):
-            return (None,) * (len(x) + 1)
+            return (None,) * (len(x) + 2)
         if not mode((g,)):
             found = _by_layers(call, g, x, needs)
         elif torch.is_grad_enabled():
             made = iter(_apply_gradients(g, *x, call, needs, kept_of(ticket)))
             found = [next(made) if need else None for need in needs]
+        elif known is not None:
+            found = known.backward(call, g, x, needs, kept_of(ticket))
         else:
             given = array_over(g), _arrays(x), needs, kept_of(ticket)
             found = _tensors(run_beside(call.backward, *given))
-        return *found, None
+        return *found, None, None
 
 
 class _Gradients(Function):

@@ -26,17 +26,17 @@ from numfuse.runtime.replay import Replay
 from numfuse.runtime.strided import ghost
 
 #: An object behind whose header stands the address of its memory, as behind an array's.
-_place = ctypes.c_char.from_address
+place = ctypes.c_char.from_address
 
 
 @cache
-def _reads_places() -> bool:
+def reads_places() -> bool:
     """Whether such an object is what a launch of the CPU takes it for."""
     from numfuse.backends.cpu.launch.entries import HEADER, OBJECTS_CAN_BE_READ
 
     memory = ctypes.c_char()
     at = ctypes.addressof(memory)
-    found = ctypes.c_void_p.from_address(id(probe := _place(at)) + HEADER).value
+    found = ctypes.c_void_p.from_address(id(probe := place(at)) + HEADER).value
     return OBJECTS_CAN_BE_READ and found == at and probe is not memory
 
 
@@ -84,7 +84,7 @@ def run(
             if not at or x.is_neg():  # its memory has not its values
                 return None
             bits |= at
-            places.append(_place(at))
+            places.append(place(at))
             form += x.shape, x.stride(), x.dtype
     asked = tuple(form)
     known = _KNOWN.find(asked)
@@ -106,7 +106,7 @@ def run(
         else:
             x = empty_like(like)
             made.append(x)
-            places.append(_place(x.data_ptr()))
+            places.append(place(x.data_ptr()))
     chosen.launch(found.program, tuple(places))
     return made[0] if found.pack is None else tuple.__new__(found.pack, made)
 
@@ -115,7 +115,7 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
     """Return what a call is, and keep it; None if it is not of the CPU, or was not recorded."""
     _, serial, flags, needs, flipped, chosen, *_ = asked
     replay = getattr(chosen, "replay", None)
-    if type(replay) is not Replay or chosen.name != "cpu" or not _reads_places():
+    if type(replay) is not Replay or chosen.name != "cpu" or not reads_places():
         return None
     kinds = dtypes()
     dtype: Any = None

@@ -77,12 +77,13 @@ def layout(
     block_bytes = t.kc * t.nc * r.factor + t.nc // r.nr * line + slack
     block_stride = (block_bytes + PAGE - 1) // PAGE * PAGE + 5 * line
     strip_stride = t.nc * r.itemsize + line
+    strips = max(2 * r.mr * strip_stride, t.strips * (t.nc * r.itemsize + 8 * r.vector_bytes))
     starts, at = [], protocol.CONTEXT_BYTES
     for size, lines in (
         ((slots + held) * scratch_stride, 0),
         (count * panel_stride, 3),
         (2 * block_stride, 9),
-        (2 * r.mr * strip_stride, 7),
+        (strips, 7),
         (t.plane_rows * t.plane_columns * r.itemsize, PAGE // line),
     ):
         starts.append(at)
@@ -261,12 +262,17 @@ def product(
     head = sizes_of(a, b, axes)
     r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt, precision, turned)
     split = r.kind in tiling.PARTS
-    thin = m <= tiling.THIN_ROWS and not split
-    if thin and fmas and a.fmt == b.fmt == acc and b.itemsize in (b_k, b_column):
+    by_rows = b_column == b.itemsize
+    plain = a.fmt == b.fmt == acc and not split and (by_rows or b_k == b.itemsize)
+    thin = m <= tiling.THIN_ROWS
+    if thin and m > tiling.THIN_GROUPS[by_rows]:
+        thin = by_rows and k * abs(b_k) > tiling.level2_bytes() * tiling.THIN_SHARE
+    if thin and plain and fmas:
         r = library.registers_of(acc)
         count = 1 if fmas < m * tiling.PARALLEL_THIN else threads
-        t = tiling.thin(n, k, axes.elements, count, r, r.chunk if chunked else r.mr)
-        cell = library.thin_cell(acc, b_column == b.itemsize)
+        unit = r.chunk if chunked else r.mr
+        t = tiling.thin(m, n, k, axes.elements, count, r, unit, by_rows)
+        cell = library.thin_cell(acc, by_rows)
         held = 0 if rows is None else rows.held
         return make_plan(cell, head, operands, axes, t, r, count, (row,), held=held)
     count = 1 if fmas < tiling.parallel_fmas(r) else threads
@@ -281,7 +287,7 @@ def product(
         "D_PACK_A": pack_a.address,
         "D_PACK_B": pack_b.address,
         "D_B_DIRECT": int(t.in_place),
-        "D_B_BY_ROWS": int(b_column == b.itemsize),
+        "D_B_BY_ROWS": int(by_rows),
     }
     asked = []
     for slot, x in enumerate(slots.all() if rows is None else ()):

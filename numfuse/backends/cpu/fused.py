@@ -18,7 +18,7 @@ from numfuse.backends.cpu import descriptors, tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, protocol, rows
 from numfuse.backends.cpu.kernels.printer import Result, Source, Total
-from numfuse.backends.cpu.launch.sequence import Operand, Program, program, temporary
+from numfuse.backends.cpu.launch.sequence import Operand, Program, Step, program, temporary
 from numfuse.backends.cpu.launch.sequence import operands as operands_of
 from numfuse.backends.cpu.llvm import vectors
 from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, merged, record
@@ -290,17 +290,37 @@ def _elements(
         views.append(x if x.shape == shape else np.broadcast_to(x, shape))
     views = merged(views)
     *batch, m, n = views[0].shape
+    # (the views number the same elements in another way: the addresses are those of the arrays)
+    there = []
+    for name, y in zip(used, views, strict=True):
+        there.append(Operand(name, y.shape, y.strides, format_of(y.dtype), y.itemsize))
+    before: list[Step] = []
+    tail, own, count = 0, [], 1
+    if n <= tiling.SHORT_ROW and not batch and m * n >= tiling.LEAST_JOINED:
+        count = _short_rows(there)
+    if count > 1:
+        repeated = [x for x in there if x.strides == (0, x.itemsize)]
+        for one in repeated:
+            made = temporary(f"rows of {one.name}", (count, n), one.fmt)
+            row, copied = rows.copy(one.fmt, one.fmt), one._replace(shape=(1, n))
+            plan = descriptors.rows(count, n, row, Slots(extra=copied, out=made), threads)
+            assert plan is not None  # (a row has elements)
+            before.append((plan, {}))
+            own.append(made)
+        m, tail, n = m // count, m % count * n, count * n
+        found = iter(own)
+        there = [
+            _joined(next(found), m, n, True) if x in repeated else _joined(x, m, n) for x in there
+        ]
     slots: dict[str, Operand] = {}
     sources: dict[str, Source] = {}
     results, free, written = [], iter(_FREE), []
-    for name, y in zip(used, views, strict=True):
-        # The views number the same elements in another way: the addresses are those of the arrays.
-        z = Operand(name, y.shape, y.strides, format_of(y.dtype), y.itemsize)
+    for name, z in zip(used, there, strict=True):
         if name not in p.stored:
-            slot, once = next(free), n > 1 and y.strides[-1] == 0
+            slot, once = next(free), n > 1 and z.strides[-1] == 0
             sources[name], slots[slot] = Source(name, slot, z.fmt, once), z
             continue
-        written.append(y)
+        written.append(z)
         source = sources.get(p.in_place.get(name, ""))
         if source is not None and not source.once:
             results.append(Result(name, str(source.slot), z.fmt, source.name))
@@ -313,15 +333,45 @@ def _elements(
     streams = not p.in_place and len(written) <= 2 and _past_the_caches(written)
     stream = rows.fused(*head, True) if streams else None
     at = _in_order(slots)
-    plan = descriptors.rows(m, n, rows.fused(*head), at, threads, tuple(batch), stream=stream)
-    return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
+    row = rows.fused(*head)
+    plan = descriptors.rows(m, n, row, at, threads, tuple(batch), stream=stream)
+    if plan is None:
+        return program(names, [], zeroed=zeroed)
+    steps: list[Step] = [(plan, {})]
+    if tail:
+        moved = {x.name: m * x.strides[-2] for x in there}
+        last = descriptors.rows(1, tail, row, at.each(lambda x: _joined(x, 1, tail)), threads)
+        if last is not None:
+            steps.append((last, moved))
+    return program(names, [[before, steps] if before else [steps]], own, zeroed=zeroed)
 
 
-def _past_the_caches(results: list[np.ndarray]) -> bool:
+def _short_rows(operands: Sequence[Operand]) -> int:
+    """Return how many short rows are done as one long row; 1 where each is done alone.
+
+    All operands are rows behind one another, or one row for all, or one element.
+    """
+    m, n = operands[0].shape
+    for x in operands:
+        if x.strides not in ((n * x.itemsize, x.itemsize), (0, x.itemsize), (0, 0)):
+            return 1
+    return min(m, tiling.JOINED_ROW // n)
+
+
+def _joined(x: Operand, m: int, n: int, repeats: bool = False) -> Operand:
+    """Return rows of an operand behind one another, or one for all, as `m` rows of `n` elements.
+
+    `repeats`: all that it has is one row for all.
+    """
+    step = 0 if x.strides[-2] == 0 or repeats else n * x.itemsize
+    return x._replace(shape=(m, n), strides=(step, x.strides[-1]))
+
+
+def _past_the_caches(results: Sequence[Operand]) -> bool:
     """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
     nbytes = 0
     for x in results:
-        nbytes += x.nbytes
+        nbytes += math.prod(x.shape) * x.itemsize
         if x.strides[-1] != x.itemsize or x.shape[-1] < tiling.STREAM_STEP:
             return False
     return nbytes >= tiling.STREAM_BYTES

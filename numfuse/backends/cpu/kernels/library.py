@@ -192,14 +192,14 @@ def _open_and_close(tiles: bool) -> dict[str, Any]:
 @functools.cache
 def thin_cell(acc: str, by_rows: bool) -> specialise.Kernel:
     """The cell of a product with few rows; `by_rows` says which of B's strides is one element."""
-    words = _cell_names()
+    words, rows = _cell_names(), tiling.THIN_GROUPS[by_rows]
     return specialise.kernel(
         thin.thin_cell,
         **words,
         SUM_OFFSETS=specialise.device(gemm.sum_offsets, **words),
-        THIN=make_thin(acc, host.vector_bytes(), tiling.THIN_ROWS, by_rows),
+        THIN=make_thin(acc, host.vector_bytes(), rows, by_rows),
         BY_ROWS=by_rows,
-        ROWS=tiling.THIN_ROWS,
+        GROUP=rows,
         CHAIN=tiling.CHAIN,
         VL=host.vector_bytes() // vectors.itemsize(acc),
         SIZE=vectors.itemsize(acc),

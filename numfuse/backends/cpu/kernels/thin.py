@@ -11,9 +11,10 @@ from __future__ import annotations
 
 
 def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """One cell of ``row(sum_s sum_p A[i, p] B[p, j])``, i < ROWS.
+    """One cell of ``row(sum_s sum_p A[i, p] B[p, j])`` for few i.
 
-    K is blocked by KC, and a block of more than CHAIN values is summed by halves, as in the
+    The rows pass a block of B by groups of GROUP, all but the first of which find it in level 2. K
+    is blocked by KC, and a block of more than CHAIN values is summed by halves, as in the
     micro-kernel of many rows: every element has the same sum.
     """
     d = WORDS(descriptor)
@@ -24,7 +25,7 @@ def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
     b_step = b_k if BY_ROWS else b_column
     stride = (d[D_NC] + 8 * VL) * SIZE
     sums = workspace + d[D_STRIP]
-    part = sums + ROWS * stride
+    part = sums + rows * stride
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
         for s in range(d[D_SUM_SIZE]):
@@ -37,10 +38,14 @@ def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
                 half = (depth + 1) // 2 if depth > CHAIN else depth
                 target = sums if first or half == depth else part
                 add = not first and half == depth
-                THIN(rows, columns, half, a, a_row, a_k, b, b_step, target, stride, add)
+                for i in range(0, rows, GROUP):
+                    at, to, count = a + i * a_row, target + i * stride, min(GROUP, rows - i)
+                    THIN(count, columns, half, at, a_row, a_k, b, b_step, to, stride, add)
                 if half < depth:
                     a, b, rest = a + half * a_k, b + half * b_k, depth - half
-                    THIN(rows, columns, rest, a, a_row, a_k, b, b_step, target, stride, True)
+                    for i in range(0, rows, GROUP):
+                        at, to, count = a + i * a_row, target + i * stride, min(GROUP, rows - i)
+                        THIN(count, columns, rest, at, a_row, a_k, b, b_step, to, stride, True)
                     if not first:
                         for i in range(rows):
                             total, more = SUMS(sums + i * stride), SUMS(part + i * stride)

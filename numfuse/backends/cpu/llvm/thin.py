@@ -134,7 +134,7 @@ class _Kernel:
                             columns.append(masked_load(b, pointer, left, self.size))
                         else:
                             columns.append(b.load(pointer, align=self.size))
-                            prefetch(b, b.add(self.offset(row, AHEAD, self.step), I64(at)))
+                        prefetch(b, b.add(self.offset(row, AHEAD, self.step), I64(at)))
                     return self.updated(p, sums, columns)
 
                 sums = _loop(b, I64(0), self.k, 1, self.zeros * (self.rows * count), update)
@@ -281,5 +281,5 @@ def make_thin(acc: str, vector_bytes: int, rows: int, by_rows: bool) -> Any:
             builder.branch(end)
         builder.position_at_end(end)
 
-    key = f"{acc},{vector_bytes},{rows},{by_rows},{AHEAD},{SHORT}"
+    key = f"{acc},{vector_bytes},{rows},{by_rows},{AHEAD},{SHORT},1"
     return address_intrinsic("thin", key, 11, body)

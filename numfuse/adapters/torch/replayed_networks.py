@@ -1,0 +1,238 @@
+"""Networks' values of tensors of the CPU that come again, by the addresses of their memory.
+
+A call is known by the forms of its tensors; a known one asks for nothing but these, and launches
+the program that its first call, on NumPy's arrays over the tensors, left in the backend's replay
+(`numfuse.repeats`). So a small network takes what its launch and PyTorch's node take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from torch import Tensor, empty_like, nn
+
+from numfuse.activations import Activation
+from numfuse.activations.table import TABLE
+from numfuse.adapters.perceptrons import ValueCall, value_call
+from numfuse.adapters.torch.eager import is_small, mode
+from numfuse.adapters.torch.replayed import place, reads_places
+from numfuse.adapters.torch.tensors import TEAM, array_over, autocasts, dtypes, to_tensor
+from numfuse.backends import ACTIVE, DEFAULT, LOADED
+from numfuse.chains import Chain
+from numfuse.kept import KeptStacks
+from numfuse.repeats import Kept
+from numfuse.runtime.fingerprint import form_of
+from numfuse.runtime.replay import Replay
+from numfuse.runtime.strided import ghost
+from numfuse.runtime.threads import share
+
+_Given = Sequence[Tensor | None]
+_SEQUENCES = list, tuple, nn.ParameterList
+
+
+class _How:
+    """A key that the core finds a call by, and tensors of the forms of its results."""
+
+    __slots__ = ("_likes", "key")
+
+    def __init__(self, key: tuple[Hashable, ...]) -> None:
+        self.key = key
+        self._likes: list[Tensor | None] | None = None
+
+    def results(self, found: Kept, beside: Any) -> list[Any]:
+        """Return them, of a single element each; a key's program always makes the same forms."""
+        if self._likes is None:
+            self._likes = [None if y is None else _like(y[0], beside.dtype) for y in found.made]
+        return self._likes
+
+
+class KnownNetwork:
+    """A network's call on tensors of known forms, which goes as one operation of the core.
+
+    It holds no activation: these come with each call, and their serial numbers are in its key.
+    """
+
+    __slots__ = ("_bytes", "_forms", "_keys", "small")
+
+    def __init__(self, operands: _Given) -> None:
+        x = operands[0]
+        assert x is not None
+        dtype = dtypes()[x.dtype]
+        #: The bits of an address of which one makes a tensor unaligned.
+        self._bytes = dtype.itemsize - 1
+        self._forms = tuple([None if y is None else _form(y, dtype) for y in operands])
+        #: Whether a question to PyTorch's engine would take longer than a gradient.
+        weights = operands[1 : 1 + len(operands) // 2]
+        self.small = is_small(x, max([w for w in weights if w is not None], key=Tensor.numel))
+        self._keys: dict[Hashable, _How] = {}
+
+    def forward(self, call: ValueCall, x: _Given, keep: bool) -> tuple[Tensor, Any]:
+        """Return the value, and what a backward takes as `kept`."""
+        how = self._keys.get(keep)
+        if how is None:
+            how = self._keys[keep] = _How(_key("mlp", call, (keep,), self._forms))
+        share.team = TEAM
+        try:
+            found = _program(call, how)
+            places = None if found is None else self._places(x)
+            if found is None or places is None:
+                made, kept = call.forward(_arrays(x), keep)
+                return to_tensor(made), kept
+            out, kept = empty_like(how.results(found, x[0])[0]), None
+            if found.stacks is None:
+                given = *found.constants, *places, place(out.data_ptr())
+            else:
+                kept = KeptStacks(*found.stacks)
+                given = *found.constants, *places, place(out.data_ptr()), kept.stacks
+            call.backend.launch(found.program, given)
+            return out, kept
+        finally:
+            share.team = None
+
+    def backward(
+        self, call: ValueCall, g: Tensor, x: _Given, needs: Sequence[bool], kept: Any
+    ) -> list[Any]:
+        """Return the gradient of each operand, None where it is not needed."""
+        stacks = getattr(kept, "stacks", None)
+        asked = *needs, g.shape, g.stride(), None if stacks is None else stacks.shape
+        how = self._keys.get(asked)
+        share.team = TEAM
+        try:
+            if how is None:
+                others = [_form(g, dtypes()[g.dtype])]
+                if stacks is not None:
+                    others.append(ghost(stacks.shape, stacks.dtype))
+                options = call.groups(needs), True
+                how = _How(_key("mlp_bwd", call, options, (*self._forms, *others)))
+                if len(self._keys) < 64:  # (of cotangents of any strides)
+                    self._keys[asked] = how
+            found = _program(call, how) if stacks is not None or kept is None else None
+            places = None if found is None else self._places((*x, g))
+            if found is None or places is None:
+                made = call.backward(array_over(g), _arrays(x), needs, kept)
+                return [None if y is None else to_tensor(y) for y in made]
+            likes = how.results(found, g)
+            results = [None if y is None else empty_like(y) for y in likes]
+            given = [None if y is None else place(y.data_ptr()) for y in results]
+            if stacks is not None:
+                given.insert(0, stacks)
+            call.backend.launch(found.program, (*found.constants, *places, *given))
+            return [y if need else None for y, need in zip(results, needs, strict=True)]
+        finally:
+            share.team = None
+
+    def _places(self, x: _Given) -> list[Any] | None:
+        """Return the operands as a launch takes them; None where memory is not what it should."""
+        found: list[Any] = []
+        bits = 0
+        for y in x:
+            if y is None:
+                found.append(None)
+                continue
+            at = y.data_ptr()
+            if not at or y.is_neg():  # its memory has not its values
+                return None
+            bits |= at
+            found.append(place(at))
+        return None if bits & self._bytes else found
+
+
+#: By backend, activations and forms of tensors; False of a network that goes by layers.
+_KNOWN: Replay[Any] = Replay(1024, 0)
+
+
+def again(
+    x: Tensor, weights: Any, biases: Any, activation: Any, final: Any, backend: Any,
+    node: Callable[..., Tensor],
+) -> Tensor | None:  # fmt: skip
+    """Return a network's value, with `node` where gradients are recorded.
+
+    None: it goes another way, which also says what is wrong with a call.
+    """
+    if torch.compiler.is_compiling() or not x.is_cpu or type(weights) not in _SEQUENCES:
+        return None
+    count = len(weights)
+    if biases is None:
+        biases = (None,) * count
+    elif type(biases) not in _SEQUENCES or len(biases) != count:
+        return None
+    operands = [x, *weights, *biases]
+    how = mode(operands)
+    if not how or autocasts(x):
+        return None
+    hidden = activation
+    if type(activation) is str or type(activation) is Activation:
+        hidden = (activation,) * (count - 1)
+    elif type(activation) not in (list, tuple) or len(activation) != count - 1:
+        return None
+    made: list[Any] = [TABLE.get(f) if type(f) is str else f for f in (*hidden, final)]
+    chosen: Any = ACTIVE.get() if backend is None else backend
+    if chosen is None or type(chosen) is str:
+        chosen = LOADED.get(DEFAULT if chosen is None else chosen)
+    form: list[Any] = [chosen]
+    for f in made:
+        if type(f) is not Activation:
+            return None
+        form.append(f.serial)
+    for y in operands:
+        if y is None:
+            form.append(None)
+        else:
+            form += y.shape, y.stride(), y.dtype
+    asked = tuple(form)
+    known = _KNOWN.find(asked)
+    if known is None:
+        known = _KNOWN.keep(asked, _read(operands, weights, biases, activation, final, chosen))
+    if not known:
+        return None
+    call = ValueCall(tuple(made), True, chosen)
+    if how == 2:
+        return node(*operands, call, known)
+    found: Tensor = known.forward(call, operands, False)[0]
+    return found
+
+
+def _read(operands: _Given, *given: Any) -> KnownNetwork | bool:
+    """Return a call as it will come again, once it has passed all checks."""
+    x, chosen = operands[0], given[-1]
+    if type(getattr(chosen, "replay", None)) is not Replay or chosen.name != "cpu":
+        return False
+    weights, biases, activation, final, _ = given
+    found = value_call(Chain("mlp", x, weights, biases, activation, final, True, chosen))
+    return KnownNetwork(operands) if found is not None and reads_places() else False
+
+
+def _like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    one = torch.empty(() if prod(shape) > 1 else shape, dtype=dtype, device="cpu")
+    return one.expand(shape)  # (a single element would keep strides of 0)
+
+
+def _form(x: Tensor, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return an array that is as one over a tensor, but for its memory."""
+    strides = tuple([step * dtype.itemsize for step in x.stride()])
+    return as_strided(np.empty((), dtype), x.shape, strides)
+
+
+def _key(name: str, call: ValueCall, options: Any, forms: tuple[Any, ...]) -> tuple[Hashable, ...]:
+    """Return what the core finds a call by (`numfuse.repeats.again`)."""
+    *hidden, last = [f.serial for f in call.activations]
+    return name, len(hidden) + 1, tuple, 0, tuple(hidden), last, options, form_of(forms)
+
+
+def _program(call: ValueCall, how: _How) -> Kept | None:
+    """Return the program of a call that came before, if addresses are all it takes; else None."""
+    found = call.backend.replay.find(how.key)
+    if type(found) is not Kept or found.program.zeroed or found.program.sums:
+        return None
+    if found.varies is not None and found.varies() != found.variant:
+        return None
+    return found
+
+
+def _arrays(x: _Given) -> list[Any]:
+    return [None if y is None else array_over(y) for y in x]
