@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from numfuse.backends.cuda import tiling
@@ -87,30 +88,18 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
     # strides along the operand's own axis, and along K
     own, deep = operand.strides[axis], operand.strides[3 - axis]
     places = product.places if operand.strides[0] else 1
+    lies = operand, product.k, long, deep, own, places
     if kind in HALF:
-        for turned in (False, True):
-            outer, inner = (product.k, long) if turned else (long, product.k)
-            strides = (deep, own) if turned else (own, deep)
-            fit = fitted(operand, outer, inner, *strides, places)
-            if fit is None:
-                continue
-            box = box_of(turned, block, long, kind)
-            made = TensorMap(kind, (inner, outer, places), fit, box)
-            if made.possible():
-                return Factor(turned, Slot(name), made, int(places > 1), 0)
+        found = _as_it_lies(kind, *lies, lambda turned: box_of(turned, block, long, kind))
+        if found is not None:
+            return Factor(found[0], Slot(name), found[1], int(places > 1), 0)
         work = product.m * product.n * product.k * product.places
         if product.k < HOPPER_COPY_K or work < HOPPER_COPY:
             return None
     elif name == "x" and splits_inside(product, kind):
-        for turned in (False, True):
-            outer, inner = (product.k, long) if turned else (long, product.k)
-            strides = (deep, own) if turned else (own, deep)
-            fit = fitted(operand, outer, inner, *strides, places)
-            if fit is None:
-                continue
-            made = TensorMap("float32", (inner, outer, places), fit, (32, 64))
-            if made.possible():
-                return Factor(turned, Slot(name), made, int(places > 1), 0, inside=True)
+        found = _as_it_lies("float32", *lies, lambda turned: (32, 64))
+        if found is not None:
+            return Factor(found[0], Slot(name), found[1], int(places > 1), 0, inside=True)
     # a copy: along its contiguous axis, where it may
     copy = Slot(f"{name} copy")
     turned = kind != "tf32" and (own == 1 or (deep != 1 and abs(own) < abs(deep)))
@@ -139,6 +128,22 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
     box = box_of(turned, block, long, kind)
     made = TensorMap(dtype, (inner, outer, places * parts), strides, box)
     return Factor(turned, copy, made, int(places > 1), places if parts > 1 else 0, (launch,))
+
+
+def _as_it_lies(
+    dtype: str, operand: Operand, k: int, long: int, deep: int, own: int, places: int,
+    box: Callable[[bool], tuple[int, int]],
+) -> tuple[bool, TensorMap] | None:  # fmt: skip
+    """Return whether a factor is turned, and its map, where the copy engine takes it as it is."""
+    for turned in (False, True):
+        outer, inner = (k, long) if turned else (long, k)
+        strides = (deep, own) if turned else (own, deep)
+        fit = fitted(operand, outer, inner, *strides, places)
+        if fit is not None:
+            made = TensorMap(dtype, (inner, outer, places), fit, box(turned))
+            if made.possible():
+                return turned, made
+    return None
 
 
 def splits_inside(product: Product, kind: str) -> bool:
