@@ -13,12 +13,15 @@ _PLAIN = frozenset((str, int, bool, type(None)))
 
 
 def named(value: Any) -> Any:
-    """Return a key, or a part of one, with formulas by their serial numbers, inside tuples too."""
-    if type(value) is tuple:
+    """Return a key, or a part of one, with formulas by their serial numbers, inside tuples too.
+
+    A named tuple is known by its class.
+    """
+    if isinstance(value, tuple):
         key = []
         for part in value:
             key.append(part if type(part) in _PLAIN else named(part))
-        return tuple(key)
+        return tuple(key) if type(value) is tuple else (type(value), *key)
     if isinstance(value, Expr):
         return "formula", value.serial
     if isinstance(value, Curve):
@@ -58,7 +61,9 @@ def formulas_of(value: Any) -> list[Expr]:
     """The formulas in a key, in tuples there, and of what has ``formulas()``."""
     if isinstance(value, Expr):
         return [value]
-    if type(value) is tuple:
-        return [e for part in value for e in formulas_of(part)]
     found: Callable[[], list[Expr]] | None = getattr(value, "formulas", None)
-    return [] if found is None else found()
+    if found is not None:
+        return found()
+    if isinstance(value, tuple):
+        return [e for part in value for e in formulas_of(part)]
+    return []

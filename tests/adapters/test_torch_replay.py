@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numba
 import numpy as np
 import pytest
@@ -199,6 +202,19 @@ def test_a_network_is_known_by_its_activations_and_its_backend():
             assert nf.last_call().backend == "reference"
         nf.mlp(x, weights, biases, "tanh")
         assert nf.last_call().backend == "cpu"
+
+
+def test_what_knows_a_network_does_not_hold_its_activation():
+    x, weights, biases = _network(torch.float32)
+    expr = nf.expr
+    act = nf.activation(lambda z: z * expr.exp(-z * z), name="dropped")
+    for _ in range(3):
+        nf.mlp(x, weights, biases, act).sum().backward()
+    gone = weakref.ref(act)
+    nf.activation(lambda z: z, name="dropped")  # (a name holds its activation)
+    del act
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_network_that_does_not_fit_is_told_so_each_time():

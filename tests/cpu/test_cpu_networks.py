@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -241,3 +243,24 @@ def test_no_cotangent_at_all_meets_no_infinity(backend):
         assert d_w.shape == w.shape and not d_w.any()
     alone = nf.mlp_jet_bwd(*given, needs=("weights",), backend=backend)
     assert alone.d_x is None and alone.d_biases is None
+
+
+@pytest.mark.parametrize("kind", ["value", "jet", "layer"])
+def test_a_redefined_activation_goes_with_all_that_was_made_of_it(kind):
+    """Guards: docs/design.md, keys name a formula by its serial number, in named tuples too."""
+    act = nf.activation(lambda z: z * nf.expr.exp(-z * z), name="to be redefined")
+    x, weights = np.ones((4, 3)), [np.ones((3, 5)), np.ones((5, 2))]
+    dots, grads = np.ones((2, 4, 3)), (np.ones((4, 2)), None, None)
+    for _ in range(3):
+        if kind == "value":
+            nf.mlp_bwd(nf.mlp(x, weights, None, act), x, weights, None, act)
+        elif kind == "jet":
+            nf.mlp_jet(x, weights, None, act)
+            nf.mlp_jet_bwd(*grads, x, weights, None, act)
+        else:
+            nf.matmul_bias_activation_jet(x, weights[0], None, act, dots, dots)
+    gone = weakref.ref(act)
+    nf.activation(lambda z: z, name="to be redefined")
+    del act
+    gc.collect()
+    assert gone() is None
