@@ -15,8 +15,9 @@ DTYPES = {
     "float64": (np.float64, 2, 64), "float32": (np.float32, 2, 32),
     "float16": (np.float16, 2, 16), "bfloat16": (ml_dtypes.bfloat16, 4, 16),
 }  # fmt: skip
-_new = ctypes.pythonapi.PyCapsule_New
-_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+# (its own prototype: other libraries write to those of `ctypes.pythonapi`)
+_KINDS = ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+_new = ctypes.PYFUNCTYPE(*_KINDS)(("PyCapsule_New", ctypes.pythonapi))
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 

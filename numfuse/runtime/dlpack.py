@@ -81,12 +81,19 @@ _FORMS: dict[bytes, tuple[type[_Managed | _Versioned], bytes]] = {
     b"dltensor_versioned": (_Versioned, b"used_dltensor_versioned"),
 }
 
-_api = ctypes.pythonapi
-_api.PyCapsule_GetName.restype = ctypes.c_char_p
-_api.PyCapsule_GetName.argtypes = (ctypes.py_object,)
-_api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-_api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-_api.PyCapsule_SetName.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+def _capsules(what: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of Python's capsules.
+
+    It is our own: the types of one that is an attribute of `ctypes.pythonapi` are whatever the last
+    library that wrote them needs.
+    """
+    return ctypes.PYFUNCTYPE(result, *arguments)((f"PyCapsule_{what}", ctypes.pythonapi))
+
+
+_name_of = _capsules("GetName", ctypes.c_char_p, ctypes.py_object)
+_pointer_of = _capsules("GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+_rename = _capsules("SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 
 
 class Imported:
@@ -103,7 +110,7 @@ class Imported:
 
     def __init__(self, name: str, capsule: Any) -> None:
         try:
-            found: bytes | None = _api.PyCapsule_GetName(capsule)
+            found: bytes | None = _name_of(capsule)
         except ValueError:
             raise TypeError(
                 f"{name} must give a capsule by __dlpack__, got {type(capsule).__qualname__}"
@@ -115,11 +122,11 @@ class Imported:
                 f"__dlpack__, got one {told}"
             )
         form, used = _FORMS[found]
-        self._at = _api.PyCapsule_GetPointer(capsule, found)
+        self._at = _pointer_of(capsule, found)
         managed = form.from_address(self._at)
         # From here on the array is this object's, and is given back by it whatever is raised.
         self._deleter = managed.deleter
-        _api.PyCapsule_SetName(capsule, used)
+        _rename(capsule, used)
         if managed.major > VERSION[0]:  # of which only the deleter's place is known
             got = f"{managed.major}.{managed.minor}"
             raise TypeError(f"{name} must be exported by DLPack {VERSION[0]}.x, got version {got}")
@@ -240,8 +247,8 @@ def export(
             capsule = given.__dlpack__()
     else:
         capsule = given.__dlpack__()
-    name: bytes = _api.PyCapsule_GetName(capsule)
-    managed = _FORMS[name][0].from_address(_api.PyCapsule_GetPointer(capsule, name))
+    name: bytes = _name_of(capsule)
+    managed = _FORMS[name][0].from_address(_pointer_of(capsule, name))
     t = managed.tensor
     t.device_type, t.device_id = device
     if half:

@@ -263,3 +263,12 @@ def test_an_array_of_webgpu_is_copied_to_the_host_where_that_is_asked_for():
         np.from_dlpack(there)
     with pytest.raises(BufferError, match="as a copy, got copy=False"):
         there.__dlpack__(dl_device=(1, 0), copy=False)
+
+
+def test_what_another_library_makes_of_pythons_functions_is_its_own(monkeypatch):
+    """Guards: functions of `ctypes.pythonapi` are shared, and so are their argument types."""
+    for name in ("PyCapsule_GetName", "PyCapsule_GetPointer", "PyCapsule_SetName"):
+        function = getattr(ctypes.pythonapi, name)
+        monkeypatch.setattr(function, "argtypes", [ctypes.c_int] * 3)
+    x = rng(4, 3)
+    np.testing.assert_array_equal(nf.silu_mul(New(x), New(x)), nf.silu_mul(x, x))

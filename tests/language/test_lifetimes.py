@@ -21,6 +21,7 @@ import numfuse as nf
 from numfuse import expr as ex
 from numfuse.backends.cpu.face import BACKEND
 from numfuse.backends.cpu.launch import sequence
+from numfuse.repeats import Checked
 from numfuse.runtime import lifetimes, replay, specialise
 
 A = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -42,8 +43,9 @@ def used(activation, factor):
 
 def programs():
     """Return the programs that the backend has recorded, but those that depend on threads."""
-    # (a network's entry is its program)
-    found = [getattr(entry, "program", entry) for entry in BACKEND.replay.programs()]
+    # (a network's entry is its program, or that there is none)
+    entries = [entry for entry in BACKEND.replay.programs() if type(entry) is not Checked]
+    found = [getattr(entry, "program", entry) for entry in entries]
     return [program for program in found if program is not None]
 
 

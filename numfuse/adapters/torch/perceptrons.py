@@ -17,7 +17,7 @@ from torch.autograd import Function
 from numfuse.activations import get
 from numfuse.adapters.perceptrons import ValueCall, value_call
 from numfuse.adapters.torch import replayed_networks
-from numfuse.adapters.torch.eager import asked, is_asked, is_small, mode
+from numfuse.adapters.torch.eager import is_asked, mode
 from numfuse.adapters.torch.jets import KeptValue, kept_of
 from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.operators import on_cuda
@@ -239,20 +239,19 @@ def _tensors(found: Sequence[Any]) -> list[Tensor | None]:
     return [None if y is None else to_tensor(y) for y in found]
 
 
-def _flags(ctx: Any, names: Sequence[str], operands: _Given, call: ValueCall) -> list[bool]:
-    """Return which gradients a backward is asked for."""
-    x, weights, _ = call.apart(operands[-len(call.names) :])
-    found = asked(ctx, names, operands, is_small(x, max(weights, key=Tensor.numel)))
-    return [name in found for name in names]
+def _asked(ctx: Any, x: _Given, alone: int) -> list[bool]:
+    """Return which gradients a backward is asked for, where the node requires them.
 
-
-def _asked(ctx: Any, x: _Given, needs: list[bool]) -> list[bool]:
-    """Return which gradients a value's backward is asked for, one parameter for all of them.
-
-    Their products are made together, and a question may take as long as one.
+    So many operands are asked about by themselves, behind them one parameter for all of them: their
+    products are made together, and a question may take as long as one. Where a network is small, it
+    takes longer than all.
     """
-    needs[0] = needs[0] and is_asked(ctx, 0, x)
-    flagged = [i for i in range(1, len(x)) if needs[i]]
+    needs = list(ctx.needs_input_grad[: len(x)])
+    if ctx.known is not None and ctx.known.small and not torch.is_grad_enabled():
+        return needs
+    for i in range(alone):
+        needs[i] = needs[i] and is_asked(ctx, i, x)
+    flagged = [i for i in range(alone, len(x)) if needs[i]]
     if flagged and not is_asked(ctx, flagged[0], x):
         for i in flagged:
             needs[i] = i > flagged[0] and is_asked(ctx, i, x)
@@ -274,15 +273,13 @@ class _Value(Function):
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         (*x, ticket), call, known = ctx.saved_tensors, ctx.call, ctx.known
-        needs = list(ctx.needs_input_grad[:-2])
-        if known is None or not known.small or torch.is_grad_enabled():
-            needs = _asked(ctx, x, needs)
+        needs = _asked(ctx, x, 1)
         if not any(needs):
             return (None,) * (len(x) + 2)
         if not mode((g,)):
             found = _by_layers(call, g, x, needs)
         elif torch.is_grad_enabled():
-            made = iter(_apply_gradients(g, *x, call, needs, kept_of(ticket)))
+            made = iter(_apply_gradients(g, *x, call, known, needs, kept_of(ticket)))
             found = [next(made) if need else None for need in needs]
         elif known is not None:
             found = known.backward(call, g, x, needs, kept_of(ticket))
@@ -297,25 +294,30 @@ class _Gradients(Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
-        g, *x, ctx.call, ctx.made, kept = args
+        g, *x, ctx.call, known, ctx.made, kept = args
+        ctx.known = known
         ctx.save_for_backward(g, *x)
         ctx.set_materialize_grads(False)
-        found = run_beside(ctx.call.backward, array_over(g), _arrays(x), ctx.made, kept)
-        return tuple([y for y in _tensors(found) if y is not None])
+        if known is not None:
+            found = known.backward(ctx.call, g, x, ctx.made, kept)
+        else:
+            given = array_over(g), _arrays(x), ctx.made, kept
+            found = _tensors(run_beside(ctx.call.backward, *given))
+        return tuple([y for y in found if y is not None])
 
     @staticmethod
     def backward(ctx: Any, *us: Any) -> Any:
         (g, *x), call = ctx.saved_tensors, ctx.call
-        needs = _flags(ctx, ("grad", *call.names), (g, *x), call)
+        needs = _asked(ctx, (g, *x), 2)
         there = [u for u in us if u is not None]
         if not there or not any(needs):
-            return (None,) * (len(needs) + 3)
+            return (None,) * (len(needs) + 4)
         if torch.is_grad_enabled() or not mode(there):
-            return *_twice_by_layers(call, us, g, x, ctx.made, needs), None, None, None
+            return *_twice_by_layers(call, us, g, x, ctx.made, needs), *(None,) * 4
         given = iter(us)
         cotangents = [next(given) if made else None for made in ctx.made]
         arrays = _arrays(cotangents), array_over(g), _arrays(x)
-        return *_tensors(run_beside(call.twice, *arrays, needs)), None, None, None
+        return *_tensors(run_beside(call.twice, *arrays, needs)), *(None,) * 4
 
 
 #: As `apply`, without PyTorch's preparations for torch.func, which `mode` has excluded.
