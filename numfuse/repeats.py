@@ -26,7 +26,7 @@ _SEQUENCES = {list, tuple, Packed}
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Kept:
+class KeptProgram:
     """A program, and what it takes beside the arrays of a call."""
 
     program: Any
@@ -90,7 +90,7 @@ class Repeat:
         dtypes = {x.dtype for x in given if x is not None}
         variant = None if varies is None else varies()
         held = None if stacks is None else (stacks.size, stacks.dtype)
-        found = Kept(program, constants, made, varies, variant, dtypes, held)
+        found = KeptProgram(program, constants, made, varies, variant, dtypes, held)
         self.chosen.replay.keep(self.key, found, formulas, program.nbytes)
 
     def keep_checked(self, widened: bool) -> None:

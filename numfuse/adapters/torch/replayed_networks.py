@@ -25,7 +25,7 @@ from numfuse.adapters.torch.tensors import TEAM, array_over, autocasts, dtypes, 
 from numfuse.backends import ACTIVE, DEFAULT, LOADED
 from numfuse.chains import Chain
 from numfuse.kept import KeptStacks
-from numfuse.repeats import Kept
+from numfuse.repeats import KeptProgram
 from numfuse.runtime.fingerprint import form_of
 from numfuse.runtime.replay import Replay
 from numfuse.runtime.strided import ghost
@@ -44,7 +44,7 @@ class _How:
         self.key = key
         self._likes: list[Tensor | None] | None = None
 
-    def results(self, found: Kept, beside: Any) -> list[Any]:
+    def results(self, found: KeptProgram, beside: Any) -> list[Any]:
         """Return them, of a single element each; a key's program always makes the same forms."""
         if self._likes is None:
             self._likes = [None if y is None else _like(y[0], beside.dtype) for y in found.made]
@@ -224,10 +224,10 @@ def _key(name: str, call: ValueCall, options: Any, forms: tuple[Any, ...]) -> tu
     return name, len(hidden) + 1, tuple, 0, tuple(hidden), last, options, form_of(forms)
 
 
-def _program(call: ValueCall, how: _How) -> Kept | None:
+def _program(call: ValueCall, how: _How) -> KeptProgram | None:
     """Return the program of a call that came before, if addresses are all it takes; else None."""
     found = call.backend.replay.find(how.key)
-    if type(found) is not Kept or found.program.zeroed or found.program.sums:
+    if type(found) is not KeptProgram or found.program.zeroed or found.program.sums:
         return None
     if found.varies is not None and found.varies() != found.variant:
         return None
