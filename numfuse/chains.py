@@ -100,9 +100,7 @@ class Chain:
 
     def rounded(self, x: Any) -> Any:
         """Return a result in the dtype of the operands."""
-        if isinstance(x, tuple):
-            return tuple(map(self.rounded, x))
-        return x if x is None or self.net is None else rounded(x, self.net.dtype)
+        return x if self.net is None else rounded(x, self.net.dtype)
 
     def at_once(self, grad: Any, needs: Sequence[str], out: Any = None, keep: bool = False) -> Any:
         """Return what an adapter makes of all layers at once; None where it does not.

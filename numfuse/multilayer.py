@@ -195,7 +195,7 @@ def mlp_bwd(
     [6.0, 3.0]
     """
     wanted = check_needs(needs, NEEDS)
-    stacks, stacks_of = getattr(kept, "stacks", None), kept
+    stacks, as_kept = getattr(kept, "stacks", None), kept
     kept = given_back(kept)
     repeat = None
     if kept is None:
@@ -213,8 +213,8 @@ def mlp_bwd(
         if repeat.widened:
             wider = grad.astype(_WIDE), *_widened(x, weights, biases)
             asked: Any = {"final": final, "needs": wanted, "guard": guard, "backend": backend}
-            wide = mlp_bwd(*wider, activation, kept=stacks_of, **asked)
-            return NetworkGradients(*(_rounded(y, x.dtype) for y in wide))
+            wide = mlp_bwd(*wider, activation, kept=as_kept, **asked)
+            return NetworkGradients(*rounded(wide, x.dtype))
         call = Chain.checked(x, weights, biases, activation, final, bool(guard), backend)
         if kept is None:
             call.run(kept := Kept([], []))
@@ -264,13 +264,6 @@ def _widened(x: Any, weights: Any, biases: Any) -> tuple[Any, list[Any], list[An
     if biases is not None:
         biases = [None if y is None else y.astype(_WIDE) for y in biases]
     return x.astype(_WIDE), [w.astype(_WIDE) for w in weights], biases
-
-
-def _rounded(y: Any, dtype: Any) -> Any:
-    """Return a result, or a tuple of results, in a half type."""
-    if type(y) is tuple:
-        return tuple([_rounded(z, dtype) for z in y])
-    return None if y is None else rounded(y, dtype)
 
 
 def _gradients(call: Chain, grad: Any, kept: Any, wanted: Sequence[str], out: Any) -> Any:

@@ -33,9 +33,11 @@ silently = np.errstate(all="ignore")
 
 
 @silently
-def rounded(x: ndarray, dtype: np.dtype[Any]) -> ndarray:
-    """Return an array in a dtype, itself where it has it."""
-    return x.astype(dtype, copy=False)
+def rounded(x: Any, dtype: np.dtype[Any]) -> Any:
+    """Return an array, or those of a tuple, in a dtype: itself where it has it. None is None."""
+    if isinstance(x, tuple):
+        return tuple([rounded(y, dtype) for y in x])
+    return None if x is None else x.astype(dtype, copy=False)
 
 
 @silently

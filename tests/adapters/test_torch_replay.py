@@ -159,11 +159,11 @@ def test_a_network_that_comes_again_gives_what_it_gave(dtype, monkeypatch):
     for name, given in _networks(dtype):
         seen = []
 
-        def array_over(x, seen=seen):
+        def arrays_over(x, seen=seen):
             seen.append(x)
-            return tensors.array_over(x)
+            return tensors.arrays_over(x)
 
-        monkeypatch.setattr(replayed_networks, "array_over", array_over)
+        monkeypatch.setattr(replayed_networks, "arrays_over", arrays_over)
         asked = [y for y in (given[0], *given[1], *(given[2] or ())) if y is not None]
         asked = [y for y in asked if y.requires_grad]
         results = []

@@ -37,7 +37,7 @@ from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.keys import backend_key, backend_of, formula_key, key_of
 from numfuse.adapters.torch.operators import BY_NAME, in_graph, on_cuda
 from numfuse.adapters.torch.tensors import (
-    array_over,
+    arrays_over,
     autocast,
     autocasts,
     checked,
@@ -83,10 +83,6 @@ def kept_of(ticket: Any) -> Any:
 
 
 # --- at once --------------------------------------------------------------------------------------
-def _arrays(x: Sequence[Any]) -> list[Any]:
-    return [None if y is None else array_over(y) for y in x]
-
-
 def _is_on_a_gpu(x: Iterable[Any]) -> bool:
     """Return whether operands are tensors of a GPU, of which nothing but the call is asked."""
     tensors = [y for y in x if isinstance(y, Tensor)]
@@ -107,7 +103,7 @@ def _forward(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) 
     if x[0].is_cuda:
         with _as_they_are():
             return call.forward(_detached(x), constants, keep)
-    found, kept = run_beside(call.forward, _arrays(x), constants, keep)
+    found, kept = run_beside(call.forward, arrays_over(x), constants, keep)
     return [to_tensor(y) for y in found], kept
 
 
@@ -123,7 +119,7 @@ def _backward(
     if x[0].is_cuda:
         with _as_they_are():
             return call.backward(_detached(grads), _detached(x), constants, needs, kept)
-    arrays = _arrays(grads), _arrays(x)
+    arrays = arrays_over(grads), arrays_over(x)
     found = run_beside(call.backward, *arrays, constants, needs, kept)
     return [None if d is None else to_tensor(d) for d in found]
 

@@ -23,10 +23,11 @@ from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import (
     array_over,
+    arrays_over,
     autocasts,
     own_values,
     run_beside,
-    to_tensor,
+    to_tensors,
 )
 from numfuse.chains import Chain
 
@@ -47,10 +48,13 @@ def perceptron(chain: Chain) -> Tensor | None:
     if found is None:
         return None
     call, operands = found
+    known = replayed_networks.KnownNetwork(operands, call.backend)
+    made: Tensor
     if how == 2:
-        made: Tensor = _apply_value(*operands, call, None)
-        return made
-    return to_tensor(run_beside(call.forward, _arrays(operands))[0])
+        made = _apply_value(*operands, call, known)
+    else:
+        made, _ = known.forward(call, operands, False)
+    return made
 
 
 def perceptron_again(
@@ -231,14 +235,6 @@ _apply_on_device_again: Callable[..., Any] = super(Function, _DeviceGradients).a
 
 
 # --- on the CPU -----------------------------------------------------------------------------------
-def _arrays(x: _Given) -> list[Any]:
-    return [None if y is None else array_over(y) for y in x]
-
-
-def _tensors(found: Sequence[Any]) -> list[Tensor | None]:
-    return [None if y is None else to_tensor(y) for y in found]
-
-
 def _asked(ctx: Any, x: _Given, alone: int) -> list[bool]:
     """Return which gradients a backward is asked for, where the node requires them.
 
@@ -247,7 +243,7 @@ def _asked(ctx: Any, x: _Given, alone: int) -> list[bool]:
     takes longer than all.
     """
     needs = list(ctx.needs_input_grad[: len(x)])
-    if ctx.known is not None and ctx.known.small and not torch.is_grad_enabled():
+    if ctx.known.small and not torch.is_grad_enabled():
         return needs
     for i in range(alone):
         needs[i] = needs[i] and is_asked(ctx, i, x)
@@ -262,11 +258,7 @@ class _Value(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *x, ctx.call, ctx.known = args
-        if ctx.known is not None:
-            made, kept = ctx.known.forward(ctx.call, x, not recomputes())
-        else:
-            array, kept = run_beside(ctx.call.forward, _arrays(x), not recomputes())
-            made = to_tensor(array)
+        made, kept = ctx.known.forward(ctx.call, x, not recomputes())
         ctx.save_for_backward(*x, None if kept is None else KeptValue(kept).ticket())
         return made
 
@@ -281,11 +273,8 @@ class _Value(Function):
         elif torch.is_grad_enabled():
             made = iter(_apply_gradients(g, *x, call, known, needs, kept_of(ticket)))
             found = [next(made) if need else None for need in needs]
-        elif known is not None:
-            found = known.backward(call, g, x, needs, kept_of(ticket))
         else:
-            given = array_over(g), _arrays(x), needs, kept_of(ticket)
-            found = _tensors(run_beside(call.backward, *given))
+            found = known.backward(call, g, x, needs, kept_of(ticket))
         return *found, None, None
 
 
@@ -294,15 +283,10 @@ class _Gradients(Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
-        g, *x, ctx.call, known, ctx.made, kept = args
-        ctx.known = known
+        g, *x, ctx.call, ctx.known, ctx.made, kept = args
         ctx.save_for_backward(g, *x)
         ctx.set_materialize_grads(False)
-        if known is not None:
-            found = known.backward(ctx.call, g, x, ctx.made, kept)
-        else:
-            given = array_over(g), _arrays(x), ctx.made, kept
-            found = _tensors(run_beside(ctx.call.backward, *given))
+        found = ctx.known.backward(ctx.call, g, x, ctx.made, kept)
         return tuple([y for y in found if y is not None])
 
     @staticmethod
@@ -316,8 +300,8 @@ class _Gradients(Function):
             return *_twice_by_layers(call, us, g, x, ctx.made, needs), *(None,) * 4
         given = iter(us)
         cotangents = [next(given) if made else None for made in ctx.made]
-        arrays = _arrays(cotangents), array_over(g), _arrays(x)
-        return *_tensors(run_beside(call.twice, *arrays, needs)), *(None,) * 4
+        arrays = arrays_over(cotangents), array_over(g), arrays_over(x)
+        return *to_tensors(run_beside(call.twice, *arrays, needs)), *(None,) * 4
 
 
 #: As `apply`, without PyTorch's preparations for torch.func, which `mode` has excluded.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
-from torch import empty_like
+from torch import Tensor, empty_like
 
 from numfuse.activations import table
 from numfuse.adapters.torch.tensors import dtypes
@@ -38,6 +38,18 @@ def reads_places() -> bool:
     at = ctypes.addressof(memory)
     found = ctypes.c_void_p.from_address(id(probe := place(at)) + HEADER).value
     return OBJECTS_CAN_BE_READ and found == at and probe is not memory
+
+
+def form_over(x: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return an array that is as one over a tensor would be, but for its memory."""
+    steps = tuple([step * dtype.itemsize for step in x.stride()])
+    return as_strided(np.empty((), dtype), x.shape, steps)
+
+
+def like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a single element that `empty_like` makes one of this shape of."""
+    several = prod(shape) > 1  # (else it would keep strides of 0)
+    return torch.empty(() if several else shape, dtype=dtype, device="cpu").expand(shape)
 
 
 class _Known(NamedTuple):
@@ -99,12 +111,12 @@ def run(
     if found is None or found.program.zeroed or found.program.sums or bits & known.mask:
         return None
     made: list[Any] = []
-    for like in known.results:
-        if like is None:
+    for one in known.results:
+        if one is None:
             made.append(None)
             places.append(None)
         else:
-            x = empty_like(like)
+            x = empty_like(one)
             made.append(x)
             places.append(place(x.data_ptr()))
     chosen.launch(found.program, tuple(places))
@@ -128,8 +140,7 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
         turned = i in flipped
         if not x.numel() or dtype is None or (turned and 1 in x.shape):
             return None
-        steps = tuple([step * dtype.itemsize for step in x.stride()])
-        form = as_strided(np.empty((), dtype), x.shape, steps)
+        form = form_over(x, dtype)
         forms.append(form.T if turned else form)
     flips = {place - 1: operands[place] for place in flipped if operation.operands[place] in needs}
     fingerprint: tuple[Hashable, ...] = serial, operation.mark, flags, needs
@@ -149,10 +160,8 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
         one: Any = None
         if spec is not None:
             shape, dtype = spec
-            several = prod(shape) > 1  # (else it would keep strides of 0)
             own = next(theirs for theirs, ours in kinds.items() if ours == dtype)
-            one = torch.empty(() if several else shape, dtype=own, device="cpu")
-            one = one.expand(shape[::-1] if i in flips else shape)
+            one = like(shape[::-1] if i in flips else shape, own)
         results.append(one)
     known = _Known(fingerprint, dtype.itemsize - 1, tuple(results))
     return _KNOWN.keep(asked, known)

@@ -8,20 +8,25 @@ the program that its first call, on NumPy's arrays over the tensors, left in the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from math import prod
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor, empty_like, nn
 
 from numfuse.activations import Activation
 from numfuse.activations.table import TABLE
 from numfuse.adapters.perceptrons import ValueCall, value_call
 from numfuse.adapters.torch.eager import is_small, mode
-from numfuse.adapters.torch.replayed import place, reads_places
-from numfuse.adapters.torch.tensors import TEAM, array_over, autocasts, dtypes, to_tensor
+from numfuse.adapters.torch.replayed import form_over, like, place, reads_places
+from numfuse.adapters.torch.tensors import (
+    TEAM,
+    array_over,
+    arrays_over,
+    autocasts,
+    dtypes,
+    to_tensor,
+    to_tensors,
+)
 from numfuse.backends import ACTIVE, DEFAULT, LOADED
 from numfuse.chains import Chain
 from numfuse.kept import KeptStacks
@@ -47,7 +52,7 @@ class _How:
     def results(self, found: KeptProgram, beside: Any) -> list[Any]:
         """Return them, of a single element each; a key's program always makes the same forms."""
         if self._likes is None:
-            self._likes = [None if y is None else _like(y[0], beside.dtype) for y in found.made]
+            self._likes = [None if y is None else like(y[0], beside.dtype) for y in found.made]
         return self._likes
 
 
@@ -57,19 +62,22 @@ class KnownNetwork:
     It holds no activation: these come with each call, and their serial numbers are in its key.
     """
 
-    __slots__ = ("_bytes", "_forms", "_keys", "small")
+    __slots__ = ("_bytes", "_forms", "_keys", "_repeats", "small")
 
-    def __init__(self, operands: _Given) -> None:
+    def __init__(self, operands: _Given, backend: Any) -> None:
         x = operands[0]
         assert x is not None
         dtype = dtypes()[x.dtype]
         #: The bits of an address of which one makes a tensor unaligned.
         self._bytes = dtype.itemsize - 1
-        self._forms = tuple([None if y is None else _form(y, dtype) for y in operands])
+        self._forms = tuple([None if y is None else form_over(y, dtype) for y in operands])
         #: Whether a question to PyTorch's engine would take longer than a gradient.
         weights = operands[1 : 1 + len(operands) // 2]
         self.small = is_small(x, max([w for w in weights if w is not None], key=Tensor.numel))
         self._keys: dict[Hashable, _How] = {}
+        #: Whether the backend launches programs that take addresses alone.
+        replays = type(getattr(backend, "replay", None)) is Replay
+        self._repeats = replays and backend.name == "cpu" and reads_places()
 
     def forward(self, call: ValueCall, x: _Given, keep: bool) -> tuple[Tensor, Any]:
         """Return the value, and what a backward takes as `kept`."""
@@ -78,10 +86,10 @@ class KnownNetwork:
             how = self._keys[keep] = _How(_key("mlp", call, (keep,), self._forms))
         share.team = TEAM
         try:
-            found = _program(call, how)
+            found = self._program(call, how)
             places = None if found is None else self._places(x)
             if found is None or places is None:
-                made, kept = call.forward(_arrays(x), keep)
+                made, kept = call.forward(arrays_over(x), keep)
                 return to_tensor(made), kept
             out, kept = empty_like(how.results(found, x[0])[0]), None
             if found.stacks is None:
@@ -104,18 +112,18 @@ class KnownNetwork:
         share.team = TEAM
         try:
             if how is None:
-                others = [_form(g, dtypes()[g.dtype])]
+                others = [form_over(g, dtypes()[g.dtype])]
                 if stacks is not None:
                     others.append(ghost(stacks.shape, stacks.dtype))
                 options = call.groups(needs), True
                 how = _How(_key("mlp_bwd", call, options, (*self._forms, *others)))
                 if len(self._keys) < 64:  # (of cotangents of any strides)
                     self._keys[asked] = how
-            found = _program(call, how) if stacks is not None or kept is None else None
+            found = self._program(call, how) if stacks is not None or kept is None else None
             places = None if found is None else self._places((*x, g))
             if found is None or places is None:
-                made = call.backward(array_over(g), _arrays(x), needs, kept)
-                return [None if y is None else to_tensor(y) for y in made]
+                made = call.backward(array_over(g), arrays_over(x), needs, kept)
+                return to_tensors(made)
             likes = how.results(found, g)
             results = [None if y is None else empty_like(y) for y in likes]
             given = [None if y is None else place(y.data_ptr()) for y in results]
@@ -125,6 +133,15 @@ class KnownNetwork:
             return [y if need else None for y, need in zip(results, needs, strict=True)]
         finally:
             share.team = None
+
+    def _program(self, call: ValueCall, how: _How) -> KeptProgram | None:
+        """Return the program of a call that came before, if addresses are all it takes."""
+        found = call.backend.replay.find(how.key) if self._repeats else None
+        if type(found) is not KeptProgram or found.program.zeroed or found.program.sums:
+            return None
+        if found.varies is not None and found.varies() != found.variant:
+            return None
+        return found
 
     def _places(self, x: _Given) -> list[Any] | None:
         """Return the operands as a launch takes them; None where memory is not what it should."""
@@ -187,7 +204,11 @@ def again(
     asked = tuple(form)
     known = _KNOWN.find(asked)
     if known is None:
-        known = _KNOWN.keep(asked, _read(operands, weights, biases, activation, final, chosen))
+        if chosen is None:  # (nobody has loaded it yet)
+            return None
+        checked = Chain("mlp", x, weights, biases, activation, final, True, chosen)
+        known = value_call(checked) is not None and KnownNetwork(operands, chosen)
+        _KNOWN.keep(asked, known)
     if not known:
         return None
     call = ValueCall(tuple(made), True, chosen)
@@ -197,42 +218,7 @@ def again(
     return found
 
 
-def _read(operands: _Given, *given: Any) -> KnownNetwork | bool:
-    """Return a call as it will come again, once it has passed all checks."""
-    x, chosen = operands[0], given[-1]
-    if type(getattr(chosen, "replay", None)) is not Replay or chosen.name != "cpu":
-        return False
-    weights, biases, activation, final, _ = given
-    found = value_call(Chain("mlp", x, weights, biases, activation, final, True, chosen))
-    return KnownNetwork(operands) if found is not None and reads_places() else False
-
-
-def _like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    one = torch.empty(() if prod(shape) > 1 else shape, dtype=dtype, device="cpu")
-    return one.expand(shape)  # (a single element would keep strides of 0)
-
-
-def _form(x: Tensor, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return an array that is as one over a tensor, but for its memory."""
-    strides = tuple([step * dtype.itemsize for step in x.stride()])
-    return as_strided(np.empty((), dtype), x.shape, strides)
-
-
 def _key(name: str, call: ValueCall, options: Any, forms: tuple[Any, ...]) -> tuple[Hashable, ...]:
     """Return what the core finds a call by (`numfuse.repeats.again`)."""
     *hidden, last = [f.serial for f in call.activations]
     return name, len(hidden) + 1, tuple, 0, tuple(hidden), last, options, form_of(forms)
-
-
-def _program(call: ValueCall, how: _How) -> KeptProgram | None:
-    """Return the program of a call that came before, if addresses are all it takes; else None."""
-    found = call.backend.replay.find(how.key)
-    if type(found) is not KeptProgram or found.program.zeroed or found.program.sums:
-        return None
-    if found.varies is not None and found.varies() != found.variant:
-        return None
-    return found
-
-
-def _arrays(x: _Given) -> list[Any]:
-    return [None if y is None else array_over(y) for y in x]

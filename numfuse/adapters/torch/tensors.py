@@ -58,6 +58,11 @@ def array_over(x: Any) -> Any:
     return to_numpy(x)
 
 
+def arrays_over(x: Sequence[Any]) -> list[Any]:
+    """Return :func:`array_over` of each tensor, None of None."""
+    return [None if y is None else array_over(y) for y in x]
+
+
 def is_lazy(x: Tensor) -> bool:
     """Whether the memory holds the negative of the values, or a tensor of zeros has none."""
     return x.is_neg() or x._is_zerotensor()
@@ -73,6 +78,11 @@ def to_tensor(x: ndarray) -> Tensor:
     if x.dtype.kind == "f":
         return torch.from_numpy(x)
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+
+
+def to_tensors(x: Sequence[Any]) -> list[Any]:
+    """Return :func:`to_tensor` of each array, None of None."""
+    return [None if y is None else to_tensor(y) for y in x]
 
 
 def with_tensors(operands: Sequence[Any]) -> list[Any]:
