@@ -65,6 +65,7 @@ def drawn(sizes, points, dtype, seed=0):
 
 @pytest.mark.parametrize("name", ["mlp", "mlp_bwd", "mlp_jet", "mlp_jet_bwd"])
 def test_a_call_that_comes_again_opens_few_frames(name, monkeypatch):
+    """So a small network costs what it computes, and not what checks it."""
     call = calls(*drawn((3, 8, 5), 9, np.float32))[name]
     # (memory of a test before costs a call that puts this one back beside it)
     monkeypatch.setattr(workspace, "pool", [])
