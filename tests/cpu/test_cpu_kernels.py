@@ -129,8 +129,8 @@ def test_packed_b_is_b(fmt, kind):
             assert (target[:FENCE] == -77).all() and (target[-FENCE:] == -77).all(), (columns, k)
 
 
-def one_tile(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table):
-    MICROKERNEL(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table)
+def one_tile(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table):
+    MICROKERNEL(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table)
 
 
 @functools.cache
@@ -139,11 +139,11 @@ def tile(acc: str) -> Callable[..., None]:
     made = microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT)
     run = specialise.entry(one_tile, types.void(*[types.int64] * 12), MICROKERNEL=made)
 
-    def call(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first):
+    def call(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first):
         table = np.zeros(2 * protocol.STREAM_COUNT, np.int64)
         table[::2] = a  # requests that rest where they are
         run(
-            rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, address(table)
+            rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, address(table)
         )  # fmt: skip
         assert (table[::2] == a).all() and (table[1::2] == 0).all()
 
@@ -165,7 +165,7 @@ def test_a_tile_is_the_product_and_nothing_else_is_written(acc, in_place):
                 product = a[:, :rows].T @ b[:, :columns]
                 for times in (1, 2):  # written, then added to
                     tile(acc)(
-                        rows, columns > r.vl, k, address(a), address(b), b.strides[0],
+                        rows, columns, k, address(a), address(b), b.strides[0],
                         address(inside), c.strides[0], address(inside), c.strides[0], times == 1,
                     )  # fmt: skip
                     np.testing.assert_array_equal(inside, times * product)
@@ -185,7 +185,7 @@ def test_an_edge_has_the_bits_of_an_interior_tile(acc):
         c = np.ones((rows, columns), acc)
         for first, target in ((1, before), (0, c)):  # the sum goes elsewhere than it comes from
             tile(acc)(
-                rows, columns > r.vl, k, address(a), address(b), b.strides[0],
+                rows, columns, k, address(a), address(b), b.strides[0],
                 address(before), before.strides[0], address(target), target.strides[0], first,
             )  # fmt: skip
         return c

@@ -104,9 +104,9 @@ def test_packed_halves_are_the_matrix_and_zeros(kind, factor, layout):
             assert (target[:fence] == 7).all() and (target[-fence:] == 7).all(), (lines, k)
 
 
-def one_tile(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table, scratch):
+def one_tile(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table, scratch):
     OPEN_UNIT(scratch)
-    MICROKERNEL(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table)
+    MICROKERNEL(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table)
     CLOSE_UNIT(scratch)
 
 
@@ -121,13 +121,13 @@ def tile(fmt: str) -> Callable[..., None]:
         MICROKERNEL=amx.make_tile_kernel(fmt, r, protocol.STREAM_COUNT),
     )
 
-    def call(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first):
+    def call(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first):
         table = np.zeros(2 * protocol.STREAM_COUNT, np.int64)
         table[::2] = a
         table[1::2] = np.arange(protocol.STREAM_COUNT)
         scratch = np.zeros(8, np.int64)
         run(
-            rows, wide, k, a, b, b_step, before, before_step, c, c_step, first,
+            rows, columns, k, a, b, b_step, before, before_step, c, c_step, first,
             address(table), address(scratch),
         )  # fmt: skip
         # Each stream has walked on by two steps of its own in each step of the product.
@@ -155,7 +155,7 @@ def test_a_product_of_tiles_is_exact_and_its_edges_have_the_same_bits(fmt):
                 inside = c[2 : 2 + written[0], 4 : 4 + written[1]]
                 for times in (1, 2):  # written, then added to
                     tile(fmt)(
-                        rows, wide, steps, address(panel_a), address(panel_b), 128,
+                        rows, written[1], steps, address(panel_a), address(panel_b), 128,
                         address(inside), c.strides[0], address(inside), c.strides[0], times == 1,
                     )  # fmt: skip
                     wanted = times * product[: written[0], : written[1]]

@@ -155,7 +155,7 @@ class CpuBackend(OneRun):
                 x for x in (*PRECISIONS[:3], moduli.NAME) if x == "ieee" or _has_tiles(x)
             ),
             "register tile": {
-                acc: f"{r.mr} x {r.nr}"
+                acc: f"{r.held_rows} x {r.held_vectors * r.vl}"
                 for acc in ("float32", "float64")
                 for r in [library.registers(acc)]
             },

@@ -26,7 +26,7 @@ _DEPTH = 256
 def peak_loop(repeats: int, k: int, a: int, b: int, c: int, ldc: int, streams: int) -> None:
     """The micro-kernel over and over on panels in level 1: the FMA peak that can be had."""
     for _ in range(repeats):
-        MICROKERNEL(MR, 1, k, a, b, NR * SIZE, c, ldc, c, ldc, 1, streams)
+        MICROKERNEL(MR, NR, k, a, b, NR * SIZE, c, ldc, c, ldc, 1, streams)
 
 
 @functools.cache

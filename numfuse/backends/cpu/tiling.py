@@ -22,6 +22,10 @@ from numfuse.tiling import round_up as round_up
 #: 32 bytes: 16 registers, 12 sums + 2 + 1 (the Haswell tile of the literature, 6x16 in f32).
 #: 16 bytes: 8x2 = 16 sums: SSE2's 16 registers spill, which costs time only.
 REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
+#: Register tiles down and across that a call of the micro-kernel makes, one after another. What
+#: happens between two calls takes 50 to 100 ns, and a tile of 6 x 2 vectors with K = 64 no more
+#: than 130: four tiles a call are 384 sums in float32, where one of 64 bytes has 448.
+TILES_A_CALL = {64: (1, 1), 32: (2, 2), 16: (1, 1)}
 #: The same where an FMA takes a factor from a lane of a register (NEON), so that A is read by
 #: vectors too.  Neoverse V1 and V2 and Apple's cores have 4 ports of latency 4: 16 sums keep them
 #: busy only if each is resumed in the very cycle it is ready.  8x3 has 24, with 3 registers of B
@@ -158,9 +162,11 @@ THIN_VECTORS = 24
 #: 0.52 to 0.99 of the time of packed products, one of 300 x 300 in float32, read in place, 1.35.
 THIN_SHARE = BLOCK_SHARE
 PARALLEL_THIN = 1 << 16
-#: Rows of a cell up to which a B that fits level 2 is read in place (`reads_in_place`), and what
-#: that costs, as a share of the arithmetic.
-IN_PLACE_ROWS = 192
+#: Rows of a cell up to which a B that fits level 2 is read in place (`reads_in_place`), by vector
+#: bytes, and what that costs, as a share of the arithmetic. Narrower tiles take more time for it, as
+#: six rows share a row of B in place of fourteen: on Zen 3, packing is even with 16 rows of 256 x 256
+#: and ahead by 9 to 15% with 24 to 128 rows of 64 to 256 columns, in float64 by 14 to 60%.
+IN_PLACE_ROWS = {64: 192, 32: 0, 16: 0}
 IN_PLACE = 0.12
 #: Rows of a d_bias chunk, in register tiles: the matrix of its partial sums, two rows a chunk
 #: (M / 28 x N), is 4% of grad_pre.
@@ -203,16 +209,22 @@ class Registers:
 
     vector_bytes: int
     itemsize: int
+    #: Rows, and vectors of columns, of a call of the micro-kernel.
     mr: int
     vectors: int
     #: Whether the micro-kernel reads A by vectors and multiplies by their lanes.
     lanes: bool = False
     #: How factors are multiplied: a key of `K_STEPS`.
     kind: str = "fma"
+    #: Register tiles down and across of which a call consists.
+    tiles: tuple[int, int] = (1, 1)
 
     # What follows from these, as fields: a call asks for them dozens of times.
     #: Lanes of a vector.
     vl: int = field(init=False, compare=False)
+    #: Rows, and vectors of columns, whose sums are in registers together.
+    held_rows: int = field(init=False, compare=False)
+    held_vectors: int = field(init=False, compare=False)
     nr: int = field(init=False, compare=False)
     #: Rows that a packed panel of A has room for: whole vectors where that wastes little, so that
     #: packing writes whole lines (14 values to 16: measured 0.2 against 0.4 cycles each).
@@ -223,8 +235,8 @@ class Registers:
     k_step: int = field(init=False, compare=False)
     #: Bytes of a packed factor: a half where it is not widened.
     factor: int = field(init=False, compare=False)
-    #: Requests to the caches in a step of the micro-kernel: one beside a row of fused
-    #: multiply-adds (14 cycles), two of each of nine streams in a step of tiles (64 cycles).
+    #: Requests to the caches in a step of the micro-kernel: one beside a rank-1 update of a register
+    #: tile (14 cycles, or 6), two of each of nine streams in a step of tiles (64 cycles).
     requests: int = field(init=False, compare=False)
     #: Panels of A that are packed together where its columns are contiguous.
     column_group: int = field(init=False, compare=False)
@@ -232,16 +244,19 @@ class Registers:
     def __post_init__(self) -> None:
         parts = PARTS.get(self.kind, 1)
         tiles = self.kind == "amx" or parts > 1
+        down, across = self.tiles
         vl = self.vector_bytes // self.itemsize
         whole = round_up(self.mr, vl)
         derived = {
             "vl": vl,
+            "held_rows": self.mr // down,
+            "held_vectors": self.vectors // across,
             "nr": self.vectors * vl,
             "panel_rows": whole if 7 * whole <= 8 * self.mr and not tiles else self.mr,
             "chunk": (CHUNK_TILES_AMX if tiles else CHUNK_TILES) * self.mr,
             "k_step": K_STEPS[self.kind],
             "factor": self.itemsize if self.kind == "fma" else 2 * parts,
-            "requests": (18 if parts == 1 else 36) if tiles else 1,
+            "requests": (18 if parts == 1 else 36) if tiles else down * across,
             "column_group": COLUMN_GROUP_AMX if tiles else COLUMN_GROUP,
         }
         for name, value in derived.items():
@@ -271,9 +286,13 @@ class Tiling:
 def registers(
     vector_bytes: int, itemsize: int, lanes: bool = False, kind: str = "fma"
 ) -> Registers:
-    tiles = LANE_TILES if lanes else REGISTER_TILES
-    mr, vectors = AMX_TILE if K_STEPS[kind] == 32 else tiles[vector_bytes]
-    return Registers(vector_bytes, itemsize, mr, vectors, lanes, kind)
+    if K_STEPS[kind] == 32:
+        return Registers(vector_bytes, itemsize, *AMX_TILE, lanes, kind)
+    rows, vectors = (LANE_TILES if lanes else REGISTER_TILES)[vector_bytes]
+    down, across = TILES_A_CALL[vector_bytes]
+    return Registers(
+        vector_bytes, itemsize, down * rows, across * vectors, lanes, kind, (down, across)
+    )
 
 
 def parallel_fmas(r: Registers) -> int:
@@ -321,7 +340,8 @@ def reads_in_place(m: int, k: int, k_stride: int, column_stride: int, r: Registe
     way = level2_bytes() // LEVEL2_WAYS
     apart = way // (math.gcd(abs(k_stride), way) or 1)
     clash = min(k, KC[r.itemsize]) > apart * LEVEL2_WAYS // 2
-    return not clash and m <= (IN_PLACE_ROWS if fits else CHUNK_TILES * r.mr)
+    limit = IN_PLACE_ROWS[r.vector_bytes]
+    return not clash and m <= (limit if fits else min(limit, CHUNK_TILES * r.mr))
 
 
 #: Rows and columns of a cell of a product inside a user's njit function. Its workspace is new

@@ -92,7 +92,7 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                     ASK_PANEL(context, b_at + (j + NR) * b_column, b_k, requests)
                 MICROKERNEL(
                     min(MR, i1 - i),
-                    columns - j > VL,
+                    columns - j,
                     steps,
                     panel,
                     b_tile,

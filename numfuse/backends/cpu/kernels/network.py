@@ -382,17 +382,17 @@ def products(acc: str, down: bool) -> specialise.Kernel:
     """Return the product of small matrices; `down`: of the transpose of its left factor."""
     r = library.registers(acc)
     # LLVM spills a register where all are taken: with 14 rows the speed is half of that with 13.
-    rows = r.mr - 1
-    wide = min(8, rows * r.vectors // FEW)
+    rows = r.held_rows - 1
+    wide = min(8, rows * r.held_vectors // FEW)
     return specialise.kernel(
         product,
         FEW_ROWS=inplace.make_tile(acc, r.vector_bytes, FEW, wide, down),
         FEW=FEW,
         WIDE=wide,
-        TILE=inplace.make_tile(acc, r.vector_bytes, rows, r.vectors, down),
+        TILE=inplace.make_tile(acc, r.vector_bytes, rows, r.held_vectors, down),
         DOWN=down,
         MR=rows,
-        VECTORS=r.vectors,
+        VECTORS=r.held_vectors,
         VECTOR=r.vector_bytes,
         SIZE=r.itemsize,
     )

@@ -130,11 +130,11 @@ def make_tile_kernel(fmt: str, r: Registers, streams: int) -> Any:
     are written, whatever `rows` is: 16 rows or 32, 16 columns or 32.
     """
 
-    def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
+    def body(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, *args: ir.Value) -> None:
         end = builder.append_basic_block("tiles.end")
         selector = builder.add(
             builder.select(builder.icmp_signed(">", rows, I64(_ROWS)), I64(2), I64(0)),
-            builder.select(builder.icmp_signed("!=", wide, I64(0)), I64(1), I64(0)),
+            builder.select(builder.icmp_signed(">", columns, I64(_ROWS)), I64(1), I64(0)),
         )
         switch = builder.switch(selector, end)
         for heights in (1, 2):

@@ -7,8 +7,9 @@ ordinary Numba code.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -172,7 +173,7 @@ def _tile(
     k = builder.select(builder.icmp_signed("<", left, length), left, length)
     left = builder.sub(left, k)
     state = [a, b] + [ir.Constant(vector, None)] * (rows * vectors)
-    if rows == r.mr:
+    if rows == r.held_rows:
         words = [pointer_to(builder, table, 8 * word, I64) for word in range(2 * unroll)]
         state[2:2] = [builder.load(word) for word in words[0::2]]
         steps = [builder.load(word) for word in words[1::2]]
@@ -231,44 +232,89 @@ def _store(
 
 @functools.cache
 def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
-    """``microkernel(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table)``.
+    """``microkernel(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table)``.
 
     One output tile, 1 <= k <= 2 CHAIN:
 
     ``c[i, j] = sum_p a[p * PANEL_ROWS + i] * (b + p * b_step)[j]`` (`first` != 0), else this plus
-    ``before[i, j]``, for ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or only the
-    first ``vl`` of them where `wide` is 0.  `a` is a packed panel, `b` a packed panel or rows of a
-    matrix; steps are in bytes.  `table` holds an address and a step for each of `streams` streams
+    ``before[i, j]``, for ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or fewer where
+    the vectors of the first `columns` are: of a register tile all, or one. `a` is a packed panel,
+    `b` a packed panel or rows of a matrix; steps are in bytes.  `table` holds an address and a step
+    for each of `streams` streams
     of requests to the caches, and takes the addresses where they ended: every S-th update asks for
     the next address of stream i.  The order
     of summation of an element is the same in every variant: an edge has an interior tile's bits.
     """
+    height, width = r.held_rows, r.held_vectors
 
-    def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
-        end = builder.append_basic_block("microkernel.end")
-        with builder.goto_entry_block():
-            room = builder.alloca(ir.ArrayType(I8, r.mr * r.nr * r.itemsize))
-            room.align = r.vector_bytes
-        spare = builder.ptrtoint(room, I64)
-        widths = sorted({r.vectors, 1}, reverse=True)
-        variants = [(height, v) for v in widths for height in range(r.mr, 0, -1)]
-        selector = builder.add(
-            builder.mul(
-                builder.select(builder.icmp_signed("!=", wide, I64(0)), I64(r.vectors), I64(1)),
-                I64(64),
-            ),
-            rows,
-        )
+    def one(
+        builder: ir.IRBuilder, spare: ir.Value, rows: ir.Value, wide: ir.Value, args: Any
+    ) -> None:
+        """A register tile of as many rows, up to `height`, and of all vectors, or (not wide) one."""
+        end = builder.append_basic_block("microkernel.tile_end")
+        variants = [(i, v) for v in sorted({width, 1}, reverse=True) for i in range(height, 0, -1)]
+        selector = builder.add(builder.mul(builder.select(wide, I64(width), I64(1)), I64(64)), rows)
         switch = builder.switch(selector, end)
-        for height, v in variants:
-            block = builder.append_basic_block(f"microkernel.{height}x{v * r.vl}")
-            switch.add_case(I64(v * 64 + height), block)
+        for i, v in variants:
+            block = builder.append_basic_block(f"microkernel.{i}x{v * r.vl}")
+            switch.add_case(I64(v * 64 + i), block)
             builder.position_at_end(block)
-            _tile(builder, acc, height, v, r, streams, args, spare)
+            _tile(builder, acc, i, v, r, streams, args, spare)
             builder.branch(end)
         builder.position_at_end(end)
 
+    def body(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, *args: ir.Value) -> None:
+        with builder.goto_entry_block():
+            room = builder.alloca(ir.ArrayType(I8, height * width * r.vl * r.itemsize))
+            room.align = r.vector_bytes
+        spare = builder.ptrtoint(room, I64)
+        if r.tiles == (1, 1):
+            one(builder, spare, rows, builder.icmp_signed(">", columns, I64(r.vl)), args)
+            return
+        # Down first: a tile below takes the same columns of B, which may still be in level 1.
+        k, a, b, b_step, before, before_step, c, c_step, first, table = args
+        with _counted(builder, columns, width * r.vl, r.nr) as (j, across):
+            wide = builder.icmp_signed(">", across, I64(r.vl))
+            beside = builder.mul(j, I64(r.itemsize))
+            with _counted(builder, rows, height, r.mr) as (i, down):
+                low = builder.icmp_signed("<", down, I64(height))
+                places = [
+                    builder.add(builder.add(place, beside), builder.mul(i, step))
+                    for place, step in ((before, before_step), (c, c_step))
+                ]
+                panel = builder.add(a, builder.mul(i, I64(r.itemsize)))
+                given = (k, panel, builder.add(b, beside), b_step, places[0], before_step)
+                one(
+                    builder,
+                    spare,
+                    builder.select(low, down, I64(height)),
+                    wide,
+                    (*given, places[1], c_step, first, table),
+                )
+
     if r.lanes and r.panel_rows % r.vl:
         raise ValueError(f"panel_rows must be a multiple of vl = {r.vl}, got {r.panel_rows}")
-    key = f"{acc},{r.kind},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{r.lanes},{streams},{CHAIN}"
-    return address_intrinsic("microkernel", key, 12, body)
+    form = f"{r.mr},{r.panel_rows},{r.vectors},{r.vl},{r.lanes},{r.tiles}"
+    return address_intrinsic("microkernel", f"{acc},{r.kind},{form},{streams},{CHAIN}", 12, body)
+
+
+@contextlib.contextmanager
+def _counted(
+    builder: ir.IRBuilder, count: ir.Value, step: int, limit: int
+) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Loop over 0, step, 2 step, ... below `count` and `limit`: each, and what is left from it on."""
+    start = builder.block
+    loop = builder.append_basic_block("microkernel.next")
+    done = builder.append_basic_block("microkernel.done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    at = builder.phi(I64)
+    at.add_incoming(I64(0), start)
+    yield at, builder.sub(count, at)
+    following = builder.add(at, I64(step))
+    at.add_incoming(following, builder.block)
+    more = builder.and_(
+        builder.icmp_signed("<", following, count), builder.icmp_signed("<", following, I64(limit))
+    )
+    builder.cbranch(more, loop, done)
+    builder.position_at_end(done)

@@ -217,13 +217,13 @@ def make_split_kernel(r: Registers, streams: int, emulated: bool, turned: bool =
     zero and then added to ``before``. Those of a transpose (`turned`) have the bits of the others.
     """
 
-    def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
+    def body(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, *args: ir.Value) -> None:
         scratch = builder.ptrtoint(stack(builder, 8 * TILE), I64)
         unit = tiles_of(builder, "tdpbf16ps", emulated)
         end = builder.append_basic_block("parts.end")
         selector = builder.add(
             builder.select(builder.icmp_signed(">", rows, I64(ROWS)), I64(2), I64(0)),
-            builder.select(builder.icmp_signed("!=", wide, I64(0)), I64(1), I64(0)),
+            builder.select(builder.icmp_signed(">", columns, I64(ROWS)), I64(1), I64(0)),
         )
         switch = builder.switch(selector, end)
         for heights in (1, 2):
