@@ -19,6 +19,9 @@ from numfuse.language import arithmetic, coefficients, curves, lines, operations
 #: The texts from which the code of a formula is made: a cache of compiled code depends on them.
 _MODULES = (arithmetic, coefficients, curves, lines, operations, python)
 SOURCES = [pathlib.Path(__file__), *(pathlib.Path(str(x.__file__)) for x in _MODULES)]
+#: Coefficients beyond which a polynomial is two chains: the 22 fmas of Mills' ratio in float64 take
+#: 88 cycles one after another, as long as all else of a vector.
+LONG_CHAIN = 12
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,16 @@ def _polynomials(dtype: str, fused: Any) -> dict[str, FunctionType]:
     made = {}
     for name, table in coefficients.POLYNOMIALS.items():
         names = [f"c{i}" for i in range(len(table[dtype]))]
-        arguments = "x, square" if name == "exp" else "x"
-        text = _paired(names) if name == "exp" else coefficients.horner(names, "x")
         scope = dict(zip(names, map(real, table[dtype]), strict=True)) | {"fma": fused}
-        exec(f"def polynomial({arguments}):\n    return {text}", scope)
+        if name == "exp":
+            text = f"(x, square):\n    return {_paired(names)}"
+        elif len(names) > LONG_CHAIN:
+            # The last one is added by itself: a value of its size is rounded once.
+            *most, last = names
+            text = f"(x):\n    square = x * x\n    return fma({_paired(most)}, x, {last})"
+        else:
+            text = f"(x):\n    return {coefficients.horner(names, 'x')}"
+        exec(f"def polynomial{text}", scope)
         made[f"{name}_polynomial"] = scope["polynomial"]
     return made
 

@@ -52,6 +52,10 @@ MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
 SHARED_ROWS, SHARED_BLOCKS, SHARED_POINTS = 512, 4, 16
 #: Points of a cell, at the least, whose sums are joined: half of it takes 10 to 18 % more time.
 CELL_POINTS = 128
+#: Bytes a multiple of which rows of weights are not apart, where a tile reads a line of each, and
+#: rows of a stack from which on a copy is worth its time. Rows of 2048 bytes meet in 32 sets of a
+#: level 2 of 512 KiB: 256 x 256 values of float64 took 1.4 times as long (Zen 3).
+APART, APART_ROWS = 1024, 64
 #: Bytes of the addresses that a layer has (`network.pack_cell`).
 TABLE_BYTES = 5 * 8
 #: The results that have an axis of members.
@@ -234,6 +238,10 @@ class Layout:
         width = out.shape[-1] * self.r.itemsize
         return out if width % self.r.vector_bytes == 0 else None
 
+    def _apart(self, step: int) -> int:
+        """Return the distance of a copy's rows: a line more where they would meet in few sets."""
+        return step if self.r.vector_bytes > 32 or step % APART else step + tiling.LINE
+
     def _copies(
         self, x: Layer, in_step: int, step: int, turned: bool, packed: Places,
         words: dict[str, int],
@@ -244,16 +252,19 @@ class Layout:
         """
         size = self.r.itemsize
         row, column = x.w.strides[-2:]
+        in_step, step = self._apart(in_step), self._apart(step)
         found = {"P_TABLE": packed.take(TABLE_BYTES), "P_W": -1, "P_TURNED": -1, "P_BIAS": -1}
         found |= {"P_STEP": step, "P_TURNED_STEP": in_step}
         words |= {"L_TABLE": found["P_TABLE"], "L_W_STEP": row, "L_TURNED_STEP": 0}
-        if not x.packed and (column != size or step != x.n * size):
+        # (a copy takes as long as the products of some rows)
+        near = step != row and self.f.points * words["L_MEMBERS"] >= APART_ROWS
+        if not x.packed and (column != size or words["L_STEP"] != x.n * size or near):
             found["P_W"], words["L_W_STEP"] = packed.take(x.k * step), step
         if turned and x.turned is not None:
             words["L_TURNED_STEP"] = x.turned.strides[-2]
         elif turned:
             found["P_TURNED"], words["L_TURNED_STEP"] = packed.take(x.n * in_step), in_step
-        if x.b is not None and (x.b.strides[-1] != size or step != x.n * size):
+        if x.b is not None and (x.b.strides[-1] != size or words["L_STEP"] != x.n * size):
             found["P_BIAS"] = packed.take(step)
         return found
 

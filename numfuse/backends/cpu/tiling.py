@@ -163,9 +163,10 @@ THIN_VECTORS = 24
 THIN_SHARE = BLOCK_SHARE
 PARALLEL_THIN = 1 << 16
 #: Rows of a cell up to which a B that fits level 2 is read in place (`reads_in_place`), by vector
-#: bytes, and what that costs, as a share of the arithmetic. Narrower tiles take more time for it, as
-#: six rows share a row of B in place of fourteen: on Zen 3, packing is even with 16 rows of 256 x 256
-#: and ahead by 9 to 15% with 24 to 128 rows of 64 to 256 columns, in float64 by 14 to 60%.
+#: bytes, and what that costs, as a share of the arithmetic. Narrower tiles take more time for it:
+#: six rows share a row of B in place of fourteen. On Zen 3, packing is even with 16 rows of
+#: 256 x 256, and ahead by 9 to 15% with 24 to 128 rows of 64 to 256 columns, in float64 by 14 to
+#: 60%.
 IN_PLACE_ROWS = {64: 192, 32: 0, 16: 0}
 IN_PLACE = 0.12
 #: Rows of a d_bias chunk, in register tiles: the matrix of its partial sums, two rows a chunk
@@ -235,8 +236,8 @@ class Registers:
     k_step: int = field(init=False, compare=False)
     #: Bytes of a packed factor: a half where it is not widened.
     factor: int = field(init=False, compare=False)
-    #: Requests to the caches in a step of the micro-kernel: one beside a rank-1 update of a register
-    #: tile (14 cycles, or 6), two of each of nine streams in a step of tiles (64 cycles).
+    #: Requests to the caches in a step of the micro-kernel: one beside a rank-1 update of a tile
+    #: in registers (14 cycles, or 6), two of each of nine streams in a step of AMX (64 cycles).
     requests: int = field(init=False, compare=False)
     #: Panels of A that are packed together where its columns are contiguous.
     column_group: int = field(init=False, compare=False)

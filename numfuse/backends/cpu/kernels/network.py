@@ -381,8 +381,10 @@ def gradient_cell(descriptor: int, cell: int, workspace: int) -> None:
 def products(acc: str, down: bool) -> specialise.Kernel:
     """Return the product of small matrices; `down`: of the transpose of its left factor."""
     r = library.registers(acc)
-    # LLVM spills a register where all are taken: with 14 rows the speed is half of that with 13.
-    rows = r.held_rows - 1
+    # LLVM spills a register where all are taken: with 14 rows of 64 bytes the speed is half of that
+    # with 13. Of 32 bytes it has a place for all six rows; five take 1.1 to 1.4 times as long where
+    # rows of A or B meet in few sets of level 1.
+    rows = r.held_rows - (r.vector_bytes != 32)
     wide = min(8, rows * r.held_vectors // FEW)
     return specialise.kernel(
         product,

@@ -57,7 +57,7 @@ def _hold(builder: ir.IRBuilder, r: Registers, sums: list[ir.Value]) -> None:
     """Let no sum be anywhere but in a register here, where sixteen are just enough for a tile.
 
     LLVM otherwise mixes the updates of an unrolled loop, and keeps what then has no register in
-    memory: of 6 x 2 sums, 1.4 a rank-1 update, at 0.45 of the speed (Zen 3). No instruction is made.
+    memory: 1.4 of 6 x 2 sums a rank-1 update, at 0.45 of the speed (Zen 3). No instruction is made.
     """
     if r.vector_bytes == 32:
         kind = ir.FunctionType(ir.VoidType(), [x.type for x in sums])
@@ -232,25 +232,25 @@ def _store(
 
 @functools.cache
 def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
-    """``microkernel(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table)``.
+    """``run(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table)``.
 
     One output tile, 1 <= k <= 2 CHAIN:
 
     ``c[i, j] = sum_p a[p * PANEL_ROWS + i] * (b + p * b_step)[j]`` (`first` != 0), else this plus
-    ``before[i, j]``, for ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or fewer where
-    the vectors of the first `columns` are: of a register tile all, or one. `a` is a packed panel,
-    `b` a packed panel or rows of a matrix; steps are in bytes.  `table` holds an address and a step
-    for each of `streams` streams
-    of requests to the caches, and takes the addresses where they ended: every S-th update asks for
-    the next address of stream i.  The order
-    of summation of an element is the same in every variant: an edge has an interior tile's bits.
+    ``before[i, j]``, for ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns; of a register
+    tile that begins within vl columns of the last of `columns` only the first vl, and of one that
+    begins behind it nothing. `a` is a packed panel, `b` a packed panel or rows of a matrix; steps
+    are in bytes.  `table` holds an address and a step for each of `streams` streams of requests to
+    the caches, and takes the addresses where they ended: every S-th update asks for the next
+    address of stream i.  The order of summation of an element is the same in every variant: an edge
+    has an interior tile's bits.
     """
     height, width = r.held_rows, r.held_vectors
 
     def one(
         builder: ir.IRBuilder, spare: ir.Value, rows: ir.Value, wide: ir.Value, args: Any
     ) -> None:
-        """A register tile of as many rows, up to `height`, and of all vectors, or (not wide) one."""
+        """Emit a register tile of so many rows, up to `height`; of one vector where not `wide`."""
         end = builder.append_basic_block("microkernel.tile_end")
         variants = [(i, v) for v in sorted({width, 1}, reverse=True) for i in range(height, 0, -1)]
         selector = builder.add(builder.mul(builder.select(wide, I64(width), I64(1)), I64(64)), rows)
@@ -302,7 +302,7 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
 def _counted(
     builder: ir.IRBuilder, count: ir.Value, step: int, limit: int
 ) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Loop over 0, step, 2 step, ... below `count` and `limit`: each, and what is left from it on."""
+    """Loop over multiples of `step` below `count` and `limit`; yield each, and what is left."""
     start = builder.block
     loop = builder.append_basic_block("microkernel.next")
     done = builder.append_basic_block("microkernel.done")
