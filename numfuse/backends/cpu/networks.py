@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy import ndarray
@@ -52,10 +52,11 @@ MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
 SHARED_ROWS, SHARED_BLOCKS, SHARED_POINTS = 512, 4, 16
 #: Points of a cell, at the least, whose sums are joined: half of it takes 10 to 18 % more time.
 CELL_POINTS = 128
-#: Bytes a multiple of which rows of weights are not apart, where a tile reads a line of each, and
-#: rows of a stack from which on a copy is worth its time. Rows of 2048 bytes meet in 32 sets of a
-#: level 2 of 512 KiB: 256 x 256 values of float64 took 1.4 times as long (Zen 3).
-APART, APART_ROWS = 1024, 64
+#: Sets and ways of level 1. A tile of narrow vectors reads a line of each row of weights: where the
+#: rows meet in few sets, the next tile beside it finds none of them there. And rows of a stack from
+#: which on a copy with rows further apart is worth its time. Layers of 256 columns took 1.1 times as
+#: long without in float32, 1.4 times in float64, where level 2 has too few sets as well (Zen 3).
+LEVEL1_SETS, LEVEL1_WAYS, APART_ROWS = 64, 8, 64
 #: Bytes of the addresses that a layer has (`network.pack_cell`).
 TABLE_BYTES = 5 * 8
 #: The results that have an axis of members.
@@ -238,9 +239,13 @@ class Layout:
         width = out.shape[-1] * self.r.itemsize
         return out if width % self.r.vector_bytes == 0 else None
 
-    def _apart(self, step: int) -> int:
+    def _apart(self, step: int, rows: int) -> int:
         """Return the distance of a copy's rows: a line more where they would meet in few sets."""
-        return step if self.r.vector_bytes > 32 or step % APART else step + tiling.LINE
+        lines = step // tiling.LINE
+        if self.r.vector_bytes > 32 or step % tiling.LINE:
+            return step
+        sets = LEVEL1_SETS // gcd(lines, LEVEL1_SETS)
+        return step + tiling.LINE if rows > sets * LEVEL1_WAYS else step
 
     def _copies(
         self, x: Layer, in_step: int, step: int, turned: bool, packed: Places,
@@ -252,12 +257,13 @@ class Layout:
         """
         size = self.r.itemsize
         row, column = x.w.strides[-2:]
-        in_step, step = self._apart(in_step), self._apart(step)
+        in_step, step = self._apart(in_step, x.n), self._apart(step, x.k)
         found = {"P_TABLE": packed.take(TABLE_BYTES), "P_W": -1, "P_TURNED": -1, "P_BIAS": -1}
         found |= {"P_STEP": step, "P_TURNED_STEP": in_step}
         words |= {"L_TABLE": found["P_TABLE"], "L_W_STEP": row, "L_TURNED_STEP": 0}
-        # (a copy takes as long as the products of some rows)
-        near = step != row and self.f.points * words["L_MEMBERS"] >= APART_ROWS
+        # (a copy takes as long as the products of some rows; a kept block is not made again)
+        rows = 0 if self.f.backward and self.f.keeps else self.f.points * words["L_MEMBERS"]
+        near = step != row and rows >= APART_ROWS
         if not x.packed and (column != size or words["L_STEP"] != x.n * size or near):
             found["P_W"], words["L_W_STEP"] = packed.take(x.k * step), step
         if turned and x.turned is not None:

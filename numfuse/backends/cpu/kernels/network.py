@@ -106,6 +106,10 @@ def take(source: int, row: int, column: int, rows: int, n: int, target: int, ste
         if source == 0:
             for j in range(n):
                 to[j] = ZERO
+        elif column == SIZE:
+            from_ = SUMS(source + i * row)
+            for j in range(n):
+                to[j] = from_[j]
         else:
             at = source + i * row
             for j in range(n):
@@ -114,10 +118,11 @@ def take(source: int, row: int, column: int, rows: int, n: int, target: int, ste
 
 def pad(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
     """Copy a matrix of any strides to rows padded with zeros."""
-    # By strips of columns, as a transpose's lie in lines of their own: level 1 has a strip's.
-    for j in range(0, n, STRIP):
+    # By strips of columns where they lie in lines of their own: level 1 has a strip's.
+    strip = n if column == SIZE else STRIP
+    for j in range(0, n, strip):
         at = source + j * column
-        TAKE(at, row, column, rows, min(STRIP, n - j), target + j * SIZE, step)
+        TAKE(at, row, column, rows, min(strip, n - j), target + j * SIZE, step)
     for i in range(rows):
         to = SUMS(target + i * step)
         for j in range(n, step // SIZE):
