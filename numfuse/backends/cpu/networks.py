@@ -52,10 +52,10 @@ MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
 SHARED_ROWS, SHARED_BLOCKS, SHARED_POINTS = 512, 4, 16
 #: Points of a cell, at the least, whose sums are joined: half of it takes 10 to 18 % more time.
 CELL_POINTS = 128
-#: Sets and ways of level 1. A tile of narrow vectors reads a line of each row of weights: where the
+#: Sets and ways of level 1. A tile of narrow vectors reads a line of each row of weights; where
 #: rows meet in few sets, the next tile beside it finds none of them there. And rows of a stack from
-#: which on a copy with rows further apart is worth its time. Layers of 256 columns took 1.1 times as
-#: long without in float32, 1.4 times in float64, where level 2 has too few sets as well (Zen 3).
+#: which on a copy with rows further apart is worth its time. Without, layers of 256 columns take
+#: 1.1 times as long in float32, 1.4 times in float64 (Zen 3, whose level 2 has 512 KiB).
 LEVEL1_SETS, LEVEL1_WAYS, APART_ROWS = 64, 8, 64
 #: Bytes of the addresses that a layer has (`network.pack_cell`).
 TABLE_BYTES = 5 * 8
