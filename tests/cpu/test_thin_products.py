@@ -70,12 +70,19 @@ def test_few_rows_or_columns_have_the_bits_of_many(dtype, few, usual):
             assert_same(results(values), usual(values), (m, n, k))
 
 
-@pytest.mark.parametrize("few", (5, 8, 11, 12))
+@pytest.mark.parametrize("few", (1, 2, 5, 8, 11, 12))
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_rows_that_pass_a_large_factor_by_groups_have_the_bits_of_many(
-    dtype, few, usual, monkeypatch
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_that_a_large_factor_passes_have_the_bits_of_many(
+    streamed, dtype, few, usual, monkeypatch
 ):
+    """By groups of rows in narrow panels, or all at once in long pieces: on any processor."""
     monkeypatch.setattr(tiling, "THIN_SHARE", 0)  # (so every factor is a large one)
+    monkeypatch.setattr(tiling, "STREAMED_VECTORS", (16, 32, 64) if streamed else ())
+    _, a, b, bias = operands(few, 37, 65, dtype)
+    BACKEND.replay.clear()
+    nf.matmul_bias_activation(a, b, bias, "relu")
+    assert ("streamed" if streamed else "thin") in nf.last_call().kernel
     for k, n in ((7, 37), (130, 700), (514, 389), (1102, 37)):
         for size in ((few, n, k), (n, few, k)):
             values = operands(*size, dtype)

@@ -271,8 +271,9 @@ def product(
         r = library.registers_of(acc)
         count = 1 if fmas < m * tiling.PARALLEL_THIN else threads
         unit = r.chunk if chunked else r.mr
-        t = tiling.thin(m, n, k, axes.elements, count, r, unit, by_rows)
-        cell = library.thin_cell(acc, by_rows)
+        streamed = by_rows and tiling.streams(k, b_k, r)
+        t = tiling.thin(m, n, k, axes.elements, count, r, unit, by_rows, streamed)
+        cell = library.streamed_cell(acc) if streamed else library.thin_cell(acc, by_rows)
         held = 0 if rows is None else rows.held
         return make_plan(cell, head, operands, axes, t, r, count, (row,), held=held)
     count = 1 if fmas < tiling.parallel_fmas(r) else threads

@@ -161,6 +161,10 @@ THIN_VECTORS = 24
 #: other products of more rows are packed. Measured on Zen 5 with 5 to 12 rows: a larger B takes
 #: 0.52 to 0.99 of the time of packed products, one of 300 x 300 in float32, read in place, 1.35.
 THIN_SHARE = BLOCK_SHARE
+#: Bytes of vectors whose tiles of few rows are so narrow that such a B passes in long pieces, and
+#: sums of a block's columns: four rows of B x 4000 in float32 took 24 of its columns at a time,
+#: which is 96 bytes of each row.
+STREAMED_VECTORS, THIN_SUMS = (32,), 1 << 14
 PARALLEL_THIN = 1 << 16
 #: Rows of a cell up to which a B that fits level 2 is read in place (`reads_in_place`), by vector
 #: bytes, and what that costs, as a share of the arithmetic. Narrower tiles take more time for it:
@@ -412,18 +416,26 @@ def gemm(
     return best[1]
 
 
+def streams(k: int, k_stride: int, r: Registers) -> bool:
+    """Whether a B of contiguous rows passes few rows of A in long pieces (`kernels.thin`)."""
+    return r.vector_bytes in STREAMED_VECTORS and k * abs(k_stride) > level2_bytes() * THIN_SHARE
+
+
 def thin(
-    m: int, n: int, k: int, batch: int, threads: int, r: Registers, unit: int, by_rows: bool
-) -> Tiling:
+    m: int, n: int, k: int, batch: int, threads: int, r: Registers, unit: int, by_rows: bool,
+    streamed: bool = False,
+) -> Tiling:  # fmt: skip
     """Tiling of a product of up to `THIN_ROWS` rows; `by_rows`: those of B are contiguous."""
     cells = -(-CELLS * threads // batch) if threads > 1 else 1
     wide = math.lcm(8 * r.vl, r.nr)
     cell_n, nc = round_up(max(1, -(-n // cells)), wide), THIN_COLUMNS // wide * wide
     if m > THIN_GROUPS[by_rows]:
         nc = THIN_VECTORS * r.vl
+    if streamed:
+        nc = max(nc, THIN_SUMS // max(1, m) // wide * wide)
     kc = k_block(k, r.itemsize, r.kind)
-    cell_m = round_up(m, unit)
-    return Tiling(kc, nc, cell_m, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0, strips=2 * m)
+    cell_m, strips = round_up(m, unit), (3 if streamed else 2) * m
+    return Tiling(kc, nc, cell_m, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0, strips=strips)
 
 
 def residues(m: int, n: int, batch: int, threads: int, unit: int, moduli: int) -> Tiling:

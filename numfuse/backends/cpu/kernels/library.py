@@ -34,7 +34,7 @@ from numfuse.backends.cpu.llvm import (
     vectors,
 )
 from numfuse.backends.cpu.llvm import residues as integers
-from numfuse.backends.cpu.llvm.thin import make_thin
+from numfuse.backends.cpu.llvm.thin import make_streamed, make_thin
 from numfuse.moduli import HUGE, TINY, Residues
 from numfuse.runtime import lifetimes, replay, specialise
 
@@ -189,21 +189,44 @@ def _open_and_close(tiles: bool) -> dict[str, Any]:
     }
 
 
+def _thin_names(acc: str) -> dict[str, Any]:
+    """Return the names that both cells of few rows bind."""
+    words, sums = _cell_names(), intrinsics.make_elements(acc)
+    return {
+        **words,
+        "SUM_OFFSETS": specialise.device(gemm.sum_offsets, **words),
+        "ADD_ROWS": specialise.device(thin.add_rows, SUMS=sums),
+        "CHAIN": tiling.CHAIN,
+        "VL": host.vector_bytes() // vectors.itemsize(acc),
+        "SIZE": vectors.itemsize(acc),
+    }
+
+
 @functools.cache
 def thin_cell(acc: str, by_rows: bool) -> specialise.Kernel:
     """The cell of a product with few rows; `by_rows` says which of B's strides is one element."""
-    words, rows = _cell_names(), tiling.THIN_GROUPS[by_rows]
+    rows = tiling.THIN_GROUPS[by_rows]
     return specialise.kernel(
         thin.thin_cell,
-        **words,
-        SUM_OFFSETS=specialise.device(gemm.sum_offsets, **words),
+        **_thin_names(acc),
         THIN=make_thin(acc, host.vector_bytes(), rows, by_rows),
         BY_ROWS=by_rows,
         GROUP=rows,
-        CHAIN=tiling.CHAIN,
-        VL=host.vector_bytes() // vectors.itemsize(acc),
-        SIZE=vectors.itemsize(acc),
-        SUMS=intrinsics.make_elements(acc),
+    )
+
+
+@functools.cache
+def streamed_cell(acc: str) -> specialise.Kernel:
+    """The cell of a product with few rows whose B is beyond level 2."""
+    names = _thin_names(acc)
+    clear = specialise.device(
+        thin.clear_rows, SUMS=intrinsics.make_elements(acc), VL=names["VL"], ZERO=zero(acc)
+    )
+    return specialise.kernel(
+        thin.streamed_cell,
+        **names,
+        CLEAR_ROWS=clear,
+        STREAMED=make_streamed(acc, host.vector_bytes(), tiling.THIN_ROWS),
     )
 
 

@@ -34,6 +34,10 @@ AHEAD = 12
 #: Zen 4: K = 512 with 32 rows 1.0, with 16 3.0; K = 1024 with 32 0.5, with 16 1.0, with 8 2.0).
 SHORT = 640
 
+#: Rows of B that are passed side by side, and rows of A that pass together: with two vectors of
+#: columns they have 12 sums, as a tile of 16 registers.
+BESIDE, SIDE = 8, 6
+
 Values = list[ir.Value]
 
 
@@ -87,8 +91,7 @@ class _Kernel:
         at = self.offset(self.a, p, self.a_k)
         found = []
         for r in range(self.rows):
-            place = pointer_to(self.builder, self.offset(at, r, self.a_row), 0, self.element)
-            factor = broadcast(self.builder, self.builder.load(place, align=self.size), self.vl)
+            factor = self.factor(at, r)
             for v, column in enumerate(columns):
                 sums_r = sums[r * len(columns) + v]
                 found.append(multiply_add(self.builder, factor, column, sums_r))
@@ -147,6 +150,72 @@ class _Kernel:
         _loop(b, I64(0), whole, width, [], tile(vectors, False))
         few = min(vectors, 4)
         _loop(b, whole, self.columns, few * self.vl, [], tile(few, True))
+
+    def streamed(self) -> None:
+        """Columns of B are contiguous, and its rows are passed in full, a few side by side.
+
+        The sums stay in a row of c meanwhile, where each goes on in its order of K.
+        """
+        b = self.builder
+
+        def passed(count: int) -> Callable[[ir.Value, Values], Values]:
+            def body(p: ir.Value, _: Values) -> Values:
+                rows = [self.offset(self.b, b.add(p, I64(i)), self.step) for i in range(count)]
+                at = [self.offset(self.a, b.add(p, I64(i)), self.a_k) for i in range(count)]
+                # (the next group of rows of A finds those of B in level 1)
+                for r in range(0, self.rows, SIDE):
+                    self.beside(rows, at, range(r, min(r + SIDE, self.rows)))
+                return []
+
+            return body
+
+        whole = b.and_(self.k, I64(-BESIDE))
+        _loop(b, I64(0), whole, BESIDE, [], passed(BESIDE))
+        _loop(b, whole, self.k, 1, [], passed(1))
+
+    def beside(self, rows: Values, at: Values, group: range) -> None:
+        """Add the products of some rows of B to the sums of these rows of A, of all columns.
+
+        `rows` are their addresses, `at` those of the values of A's first row that they are for.
+        """
+        b, width = self.builder, self.vl * self.size
+        alone = [self.factor(x, group[0]) for x in at] if len(group) == 1 else []
+
+        def tile(vectors: int, live: bool) -> Callable[[ir.Value, Values], Values]:
+            def columns(j: ir.Value, _: Values) -> Values:
+                start = b.mul(j, I64(self.size))
+                begun = [b.add(self.offset(self.c, r, self.c_step), start) for r in group]
+                places = [
+                    pointer_to(b, x, v * width, self.vector) for x in begun for v in range(vectors)
+                ]
+                sums = [b.load(place, align=self.size) for place in places]
+                for i, row in enumerate(rows):
+                    found = []
+                    for v in range(vectors):
+                        pointer = pointer_to(b, b.add(row, start), v * width, self.vector)
+                        if live:
+                            found.append(masked_load(b, pointer, b.sub(self.columns, j), self.size))
+                        else:
+                            found.append(b.load(pointer, align=self.size))
+                    for g, r in enumerate(group):
+                        factor = alone[i] if alone else self.factor(at[i], r)
+                        for v, column in enumerate(found):
+                            g_v = g * vectors + v
+                            sums[g_v] = multiply_add(b, factor, column, sums[g_v])
+                for place, value in zip(places, sums, strict=True):
+                    b.store(value, place, align=self.size)
+                return []
+
+            return columns
+
+        whole = b.and_(self.columns, I64(-2 * self.vl))
+        _loop(b, I64(0), whole, 2 * self.vl, [], tile(2, False))
+        _loop(b, whole, self.columns, self.vl, [], tile(1, True))
+
+    def factor(self, at: ir.Value, row: int) -> ir.Value:
+        """Return a value of a row of A, whose first row's is at `at`, in all lanes."""
+        place = pointer_to(self.builder, self.offset(at, row, self.a_row), 0, self.element)
+        return broadcast(self.builder, self.builder.load(place, align=self.size), self.vl)
 
     def rows_of_b(self, start: ir.Value, count: int) -> Values:
         """Return the addresses of so many rows of B from this one on.
@@ -249,6 +318,30 @@ class _Kernel:
                         tiles(2)
         done = whole(b.mul(groups, I64(self.vl)))
         _loop(b, done, self.columns, self.vl, [], tile(1, True))
+
+
+@functools.cache
+def make_streamed(acc: str, vector_bytes: int, rows: int) -> Any:
+    """``streamed(rows, columns, k, a, a_row, a_k, b, b_step, c, c_step)``.
+
+    ``c[i, j] += sum_p a[i, p] * b[p, j]``, each product added to the sum before it: where c is
+    zeros, what `make_thin` gives. Rows of b are contiguous and `b_step` bytes apart. Writes up to a
+    vector past the columns of a row of c.
+    """
+
+    def body(builder: ir.IRBuilder, count: ir.Value, *args: ir.Value) -> None:
+        end = builder.append_basic_block("streamed.end")
+        switch = builder.switch(count, end)
+        for height in range(1, rows + 1):
+            block = builder.append_basic_block(f"streamed.{height}")
+            switch.add_case(I64(height), block)
+            builder.position_at_end(block)
+            vl = vector_bytes // FORMATS[acc][1]
+            _Kernel(builder, acc, vl, height, [*args, I64(0)]).streamed()
+            builder.branch(end)
+        builder.position_at_end(end)
+
+    return address_intrinsic("streamed", f"{acc},{vector_bytes},{rows},{BESIDE},{SIDE}", 10, body)
 
 
 @functools.cache
