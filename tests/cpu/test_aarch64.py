@@ -8,15 +8,11 @@ processor.
 Guards: on 64-bit ARM the loops are vector code that calls no library.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections import Counter
 
 import llvmlite.binding as llvm
 import pytest
+from listings import listings_of, loops, operations
 
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import protocol
@@ -29,7 +25,6 @@ PROCESSORS = ("neoverse-n1", "neoverse-v1")
 
 # Numba's own compiler with another target.  What would run or link the machine code is left out.
 EMIT = f"""
-import json, sys
 import llvmlite.binding as llvm
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
@@ -60,7 +55,6 @@ for fmt in library.FORMATS:
         listings[f"row forward {{name}} {{fmt}}"] = row
     row = rows.grad_pre(get("gelu").curve, fmt, True, None, True, True, True)
     listings[f"row backward gelu {{fmt}}"] = row
-json.dump({{name: kernel.assembly() for name, kernel in listings.items()}}, sys.stdout)
 """
 
 
@@ -72,32 +66,8 @@ def listings(request, tmp_path_factory):
         llvm.Target.from_triple(TRIPLE)
     except RuntimeError as error:
         pytest.skip(f"llvmlite's LLVM has no AArch64 target here: {error}")
-    environment = {
-        "NUMBA_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "NUMBA_CPU_NAME": request.param,
-        "NUMBA_CPU_FEATURES": "+neon",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", EMIT],
-        capture_output=True, text=True, timeout=240, check=False, env=os.environ | environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = {}
-    for name, text in json.loads(done.stdout).items():
-        assert "\t.globl\t_ZN7numfuse" in text, name
-        body = text[text.index("\n_ZN7numfuse") :]
-        found[name] = body[: body.index("\n.Lfunc_end")]
-    return found
-
-
-def loops(text: str) -> list[str]:
-    """The innermost loops: blocks that end with a jump to their own beginning."""
-    blocks = re.split(r"\n(?=\.LBB\w+:)", text)
-    return [b for b in blocks if re.search(rf"\sb\S*\s.*{re.escape(b[: b.find(':')])}$", b, re.M)]
-
-
-def operations(text: str) -> Counter[str]:
-    return Counter(re.findall(r"^\t([a-z]\w*)", text, re.M))
+    environment = {"NUMBA_CPU_NAME": request.param, "NUMBA_CPU_FEATURES": "+neon"}
+    return listings_of(EMIT, environment, tmp_path_factory.mktemp("cache"))
 
 
 def vector_spills(text: str) -> list[str]:
@@ -108,7 +78,7 @@ def vector_spills(text: str) -> list[str]:
 def test_a_rank_1_update_is_fmas_by_lanes_and_as_few_loads_as_the_tile_needs(listings, acc):
     r = tiling.registers(16, {"float32": 4, "float64": 8}[acc], lanes=True)
     shape, lane = {"float32": ("4s", "s"), "float64": ("2d", "d")}[acc]
-    tiles = [loop for loop in loops(listings[f"gemm {acc}"]) if "fmla" in loop]
+    tiles = [loop for loop in loops(listings[f"gemm {acc}"], "b") if "fmla" in loop]
     assert len(tiles) >= 2 * r.mr + 1  # every height, two widths; one with requests beside
     fma = rf"fmla\tv\d+\.{shape}, v\d+\.{shape}, v\d+\.{lane}\[\d\]"
     for loop in tiles:
@@ -150,7 +120,7 @@ def test_row_functions_are_vector_code_without_calls(listings, row, fmt):
     width = "d" if fmt == "float64" else "s"
     arithmetic = [
         loop
-        for loop in loops(text)
+        for loop in loops(text, "b")
         if re.search(rf"\tfdivr?\t(v\d+\.{{n}}{width}|z\d+\.{width})".replace("{n}", r"\d"), loop)
     ]
     assert arithmetic, "the quotient of the sigmoid is not of vectors"

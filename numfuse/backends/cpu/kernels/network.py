@@ -390,7 +390,9 @@ def products(acc: str, down: bool) -> specialise.Kernel:
     # with 13. Of 32 bytes it has a place for all six rows; five take 1.1 to 1.4 times as long where
     # rows of A or B meet in few sets of level 1.
     rows = r.held_rows - (r.vector_bytes != 32)
-    wide = min(8, rows * r.held_vectors // FEW)
+    # (beside the sums, registers hold the vectors of a row of B and a value of A)
+    registers = 32 if r.vector_bytes == 64 or r.lanes else 16
+    wide = min(8, rows * r.held_vectors // FEW, (registers - 1) // (FEW + 1))
     return specialise.kernel(
         product,
         FEW_ROWS=inplace.make_tile(acc, r.vector_bytes, FEW, wide, down),

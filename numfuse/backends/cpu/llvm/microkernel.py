@@ -23,6 +23,7 @@ from numfuse.backends.cpu.llvm.vectors import (
     address_intrinsic,
     broadcast,
     call,
+    hold,
     lane_numbers,
     multiply_add,
     pointer_to,
@@ -51,17 +52,6 @@ def _multiplier(
 
         return I32, dot
     return element, functools.partial(multiply_add, builder)
-
-
-def _hold(builder: ir.IRBuilder, r: Registers, sums: list[ir.Value]) -> None:
-    """Let no sum be anywhere but in a register here, where sixteen are just enough for a tile.
-
-    LLVM otherwise mixes the updates of an unrolled loop, and keeps what then has no register in
-    memory: 1.4 of 6 x 2 sums a rank-1 update, at 0.45 of the speed (Zen 3). No instruction is made.
-    """
-    if r.vector_bytes == 32:
-        kind = ir.FunctionType(ir.VoidType(), [x.type for x in sums])
-        builder.asm(kind, "", ",".join("x" * len(sums)), sums, True)
 
 
 def _steps(
@@ -114,7 +104,7 @@ def _steps(
                 updated.append(multiply(splat, columns[v], sums[i * vectors + v]))
         sums = updated
         b_at = builder.add(b_at, b_step)
-        _hold(builder, r, sums)
+        hold(builder, r.vector_bytes, sums)
         if u < len(streams):
             prefetch(builder, streams[u])
     a_at = builder.add(a_at, I64(unroll * r.panel_rows * size))

@@ -18,6 +18,7 @@ from numfuse.backends.cpu.llvm.vectors import (
     I64,
     address_intrinsic,
     broadcast,
+    hold,
     insert_part,
     masked_load,
     multiply_add,
@@ -202,6 +203,7 @@ class _Kernel:
                         for v, column in enumerate(found):
                             g_v = g * vectors + v
                             sums[g_v] = multiply_add(b, factor, column, sums[g_v])
+                    hold(b, width, sums)
                 for place, value in zip(places, sums, strict=True):
                     b.store(value, place, align=self.size)
                 return []

@@ -1,0 +1,73 @@
+"""The loops that multiply, as a processor with 256-bit vectors runs them: assembly is inspected.
+
+Sixteen registers are just enough for a tile's sums, a row of B and one value of A. LLVM has mixed
+the updates of several rows and filled more: products took twice as long, with the same bits.
+
+Guards: on x86 without AVX-512 the sums of a tile stay in registers.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from listings import listings_of, loops, operations
+
+from numfuse.backends.cpu import host, tiling
+from numfuse.backends.cpu.kernels import protocol
+
+#: It compiles for half a minute.
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not host.is_x86(), reason="these are processors of x86"),
+]
+EMIT = """
+from numfuse.backends.cpu import host
+from numfuse.backends.cpu.kernels import library, network
+assert host.vector_bytes() == 32
+listings = {}
+for acc in ("float32", "float64"):
+    listings[f"gemm {acc}"] = library.gemm_cell(acc)
+    for down in (False, True):
+        listings[f"network {acc} {'down' if down else 'along'}"] = network.products(acc, down)
+    listings[f"thin {acc}"] = library.thin_cell(acc, True)
+    listings[f"streamed {acc}"] = library.streamed_cell(acc)
+"""
+KINDS = "gemm", "network along", "network down", "thin", "streamed"
+
+
+@pytest.fixture(scope="module")
+def listings(tmp_path_factory):
+    environment = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
+    return listings_of(EMIT, environment, tmp_path_factory.mktemp("cache"))
+
+
+def multiplying(text: str, acc: str) -> list[str]:
+    """Return the loops with products of whole vectors; an edge's mask may be anywhere."""
+    last = {"float32": "ps", "float64": "pd"}[acc]
+    found = [x for x in loops(text, "j") if re.search(rf"\tvfn?madd\d+{last}\t.*%ymm", x)]
+    return [x for x in found if "maskmov" not in x]
+
+
+@pytest.mark.parametrize("acc", ["float32", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sum_leaves_the_registers(listings, kind, acc):
+    name, *which = kind.split()
+    found = multiplying(listings[" ".join((name, acc, *which))], acc)
+    assert len(found) >= 6
+    for loop in found:
+        assert not re.search(r"\tvmov\w+\t%ymm\d+, (\d*\(%rsp\)|-\d+\(%rbp\))", loop), loop
+
+
+@pytest.mark.parametrize("acc", ["float32", "float64"])
+def test_a_rank_1_update_loads_what_its_tile_needs(listings, acc):
+    r = tiling.registers(32, {"float32": 4, "float64": 8}[acc])
+    whole = max(multiplying(listings[f"gemm {acc}"], acc), key=lambda x: x.count("\tvfmadd"))
+    updates = protocol.STREAM_COUNT
+    count = operations(whole)
+    assert sum(n for x, n in count.items() if "fmadd" in x) == (
+        updates * r.held_rows * r.held_vectors
+    )
+    assert sum(n for x, n in count.items() if "broadcast" in x) == updates * r.held_rows
+    assert sum(n for x, n in count.items() if x.startswith("vmov")) == updates * r.held_vectors
+    assert sum(n for x, n in count.items() if x.startswith("prefetch")) == updates
