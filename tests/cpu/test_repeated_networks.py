@@ -16,6 +16,7 @@ from tolerance import DTYPES
 
 import numfuse as nf
 from numfuse import perceptron
+from numfuse.backends.cpu import networks
 from numfuse.backends.cpu.face import BACKEND
 from numfuse.backends.cpu.launch import workspace
 from numfuse.expr import Expr
@@ -73,6 +74,31 @@ def test_a_call_that_comes_again_opens_few_frames(name, monkeypatch):
     again = min((frames(call)[1] for _ in range(3)), key=len)
     assert len(again) <= 12, again
     same(call(), first)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("points", [9, 130])
+def test_weights_that_are_copied_further_apart_give_the_same_bits(points, dtype, monkeypatch):
+    """As they are where rows would meet in few sets of a cache: here on any processor."""
+    x, weights, biases, grad = operands = drawn((16, 32, 48, 16), points, dtype)
+    given, dots = (x, weights, biases, "tanh"), [np.ones_like(w) for w in weights]
+
+    def found():
+        BACKEND.replay.clear()
+        every = calls(*operands)
+        _, kept = nf.mlp(*given, keep=True)
+        return [
+            *(call() for call in every.values()),
+            nf.mlp_bwd(grad, *given, needs=EVERY, kept=kept),
+            nf.mlp_jvp(x, weights, biases, x, dots, None, "tanh"),
+            nf.mlp_double_bwd(None, dots, None, grad, *given),
+        ]
+
+    expected = found()
+    monkeypatch.setattr(networks, "APART_ROWS", 1)
+    monkeypatch.setattr(networks.Layout, "_apart", lambda self, step, rows: step + 64)
+    same(found(), expected)
+    BACKEND.replay.clear()
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "none"])

@@ -432,7 +432,7 @@ def thin(
     if m > THIN_GROUPS[by_rows]:
         nc = THIN_VECTORS * r.vl
     if streamed:
-        nc = max(nc, THIN_SUMS // max(1, m) // wide * wide)
+        nc = min(cell_n, max(nc, THIN_SUMS // max(1, m) // wide * wide))
     kc = k_block(k, r.itemsize, r.kind)
     cell_m, strips = round_up(m, unit), (3 if streamed else 2) * m
     return Tiling(kc, nc, cell_m, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0, strips=strips)
