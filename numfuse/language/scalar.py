@@ -55,6 +55,9 @@ class Target:
     #: {dtype: 1 / g, rounded correctly, of a normal g with a normal inverse}; by a division where
     #: there is none
     inverses: Mapping[str, Any] | None = None
+    #: Whether a long polynomial is two chains: a processor waits for each of its fmas, where a GPU
+    #: has other threads.
+    halves: bool = False
 
 
 def primitives(dtype: str, target: Target) -> SimpleNamespace:
@@ -65,7 +68,7 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
     scope: dict[str, Any] = {"__name__": __name__, **_numbers(dtype)}
     for field in fields(target):
         scope[field.name] = getattr(target, field.name)
-    scope |= {name: target.jit(made) for name, made in _polynomials(dtype, target.fused).items()}
+    scope |= {name: target.jit(made) for name, made in _polynomials(dtype, target).items()}
     for name, template in vars(arithmetic).items():
         if isinstance(template, FunctionType):
             scope[name] = target.jit(FunctionType(template.__code__, scope, name))
@@ -109,16 +112,16 @@ def _numbers(dtype: str) -> dict[str, Any]:
     return {name: real(value) for name, value in numbers.items()}
 
 
-def _polynomials(dtype: str, fused: Any) -> dict[str, FunctionType]:
+def _polynomials(dtype: str, target: Target) -> dict[str, FunctionType]:
     """Return the polynomials, each as one expression: a loop over a tuple compiles slowly."""
     real = np.dtype(dtype).type
     made = {}
     for name, table in coefficients.POLYNOMIALS.items():
         names = [f"c{i}" for i in range(len(table[dtype]))]
-        scope = dict(zip(names, map(real, table[dtype]), strict=True)) | {"fma": fused}
+        scope = dict(zip(names, map(real, table[dtype]), strict=True)) | {"fma": target.fused}
         if name == "exp":
             text = f"(x, square):\n    return {_paired(names)}"
-        elif len(names) > LONG_CHAIN:
+        elif target.halves and len(names) > LONG_CHAIN:
             # The last one is added by itself: a value of its size is rounded once.
             *most, last = names
             text = f"(x):\n    square = x * x\n    return fma({_paired(most)}, x, {last})"

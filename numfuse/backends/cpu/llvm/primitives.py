@@ -204,6 +204,7 @@ _TARGET = Target(
     two_powers_of_two=two_powers_of_two,
     exponent_parts=exponent_parts,
     toward=toward,
+    halves=True,
 )
 
 
