@@ -175,7 +175,9 @@ TARGET = Target(
     jit=device_function,
     # (with float64's own, a gradient's kernel has no registers left, and is no faster)
     inverses={"float32": inverse},
-    **{x.name: _HERE[x.name] for x in fields(Target) if x.name not in ("jit", "inverses")},
+    **{
+        x.name: _HERE[x.name] for x in fields(Target) if x.name not in ("jit", "inverses", "halves")
+    },
 )
 
 
