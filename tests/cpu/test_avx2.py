@@ -30,8 +30,8 @@ for acc in ("float32", "float64"):
     listings[f"gemm {acc}"] = library.gemm_cell(acc)
     for down in (False, True):
         listings[f"network {acc} {'down' if down else 'along'}"] = network.products(acc, down)
-    listings[f"thin {acc}"] = library.thin_cell(acc, True)
-    listings[f"streamed {acc}"] = library.streamed_cell(acc)
+    listings[f"thin {acc}"] = library.thin_cell(acc, True, False)
+    listings[f"streamed {acc}"] = library.thin_cell(acc, True, True)
 """
 KINDS = "gemm", "network along", "network down", "thin", "streamed"
 

@@ -14,6 +14,7 @@ from tolerance import DTYPES
 import numfuse as nf
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.face import BACKEND
+from numfuse.backends.cpu.kernels import library
 
 # K: one, less than a vector, two chains, two blocks, rows a page apart, what is left of a lane.
 DEPTHS = (1, 7, 130, 259, 513, 1024, 1102)
@@ -80,9 +81,13 @@ def test_rows_that_a_large_factor_passes_have_the_bits_of_many(
     monkeypatch.setattr(tiling, "THIN_SHARE", 0)  # (so every factor is a large one)
     monkeypatch.setattr(tiling, "STREAMED_VECTORS", (16, 32, 64) if streamed else ())
     _, a, b, bias = operands(few, 37, 65, dtype)
-    BACKEND.replay.clear()
-    nf.matmul_bias_activation(a, b, bias, "relu")
-    assert ("streamed" if streamed else "thin") in nf.last_call().kernel
+    asked, make = [], library.thin_cell
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "thin_cell", lambda *how: asked.append(how) or make(*how))
+        BACKEND.replay.clear()
+        nf.matmul_bias_activation(a, b, bias, "relu")
+    assert asked == [(dtype, True, streamed)]
+    assert "thin" in nf.last_call().kernel
     for k, n in ((7, 37), (130, 700), (514, 389), (1102, 37)):
         for size in ((few, n, k), (n, few, k)):
             values = operands(*size, dtype)

@@ -267,14 +267,14 @@ def product(
     plain = a.fmt == b.fmt == acc and not split and (by_rows or b_k == b.itemsize)
     thin = m <= tiling.THIN_ROWS
     if thin and m > tiling.THIN_GROUPS[by_rows]:
-        thin = by_rows and k * abs(b_k) > tiling.level2_bytes() * tiling.THIN_SHARE
+        thin = by_rows and tiling.is_large(k, b_k)
     if thin and plain and fmas:
         r = library.registers_of(acc)
         count = 1 if fmas < m * tiling.PARALLEL_THIN else threads
         unit = r.chunk if chunked else r.mr
         streamed = by_rows and tiling.streams(k, b_k, r)
         t = tiling.thin(m, n, k, axes.elements, count, r, unit, by_rows, streamed)
-        cell = library.streamed_cell(acc) if streamed else library.thin_cell(acc, by_rows)
+        cell = library.thin_cell(acc, by_rows, streamed)
         held = 0 if rows is None else rows.held
         return make_plan(cell, head, operands, axes, t, r, count, (row,), held=held)
     count = 1 if fmas < tiling.parallel_fmas(r) else threads

@@ -257,21 +257,21 @@ class Layout:
         """
         size = self.r.itemsize
         row, column = x.w.strides[-2:]
-        in_step, step = self._apart(in_step, x.n), self._apart(step, x.k)
+        w_step, turned_step = self._apart(step, x.k), self._apart(in_step, x.n)
         found = {"P_TABLE": packed.take(TABLE_BYTES), "P_W": -1, "P_TURNED": -1, "P_BIAS": -1}
-        found |= {"P_STEP": step, "P_TURNED_STEP": in_step}
+        found |= {"P_STEP": w_step, "P_TURNED_STEP": turned_step}
         words |= {"L_TABLE": found["P_TABLE"], "L_W_STEP": row, "L_TURNED_STEP": 0}
         # (a copy takes as long as the products of some rows; a kept block is not made again)
         rows = 0 if self.f.backward and self.f.keeps else self.f.points * words["L_MEMBERS"]
-        near = step != row and rows >= APART_ROWS
-        if not x.packed and (column != size or words["L_STEP"] != x.n * size or near):
-            found["P_W"], words["L_W_STEP"] = packed.take(x.k * step), step
+        near = w_step != row and rows >= APART_ROWS
+        if not x.packed and (column != size or step != x.n * size or near):
+            found["P_W"], words["L_W_STEP"] = packed.take(x.k * w_step), w_step
         if turned and x.turned is not None:
             words["L_TURNED_STEP"] = x.turned.strides[-2]
         elif turned:
-            found["P_TURNED"], words["L_TURNED_STEP"] = packed.take(x.n * in_step), in_step
-        if x.b is not None and (x.b.strides[-1] != size or words["L_STEP"] != x.n * size):
-            found["P_BIAS"] = packed.take(step)
+            found["P_TURNED"], words["L_TURNED_STEP"] = packed.take(x.n * turned_step), turned_step
+        if x.b is not None and (x.b.strides[-1] != size or step != x.n * size):
+            found["P_BIAS"] = packed.take(w_step)
         return found
 
 

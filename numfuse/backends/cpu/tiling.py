@@ -418,7 +418,12 @@ def gemm(
 
 def streams(k: int, k_stride: int, r: Registers) -> bool:
     """Whether a B of contiguous rows passes few rows of A in long pieces (`kernels.thin`)."""
-    return r.vector_bytes in STREAMED_VECTORS and k * abs(k_stride) > level2_bytes() * THIN_SHARE
+    return r.vector_bytes in STREAMED_VECTORS and is_large(k, k_stride)
+
+
+def is_large(k: int, k_stride: int) -> bool:
+    """Whether a B of contiguous rows is beyond its share of level 2."""
+    return k * abs(k_stride) > level2_bytes() * THIN_SHARE
 
 
 def thin(

@@ -147,7 +147,6 @@ def _gemm_cell(acc: str, kind: str, fmt: str, turned: bool) -> specialise.Kernel
         "REQUESTS": r.requests,
         "MR": r.mr,
         "TILE": r.mr * r.nr * r.itemsize,
-        "VL": r.vl,
     }
     steps = "ask plan_ahead pack_ahead ask_a ask_b ask_row rest ask_panel plan_group ask_group"
     # Each may call those before it.
@@ -189,44 +188,36 @@ def _open_and_close(tiles: bool) -> dict[str, Any]:
     }
 
 
-def _thin_names(acc: str) -> dict[str, Any]:
-    """Return the names that both cells of few rows bind."""
-    words, sums = _cell_names(), intrinsics.make_elements(acc)
-    return {
-        **words,
-        "SUM_OFFSETS": specialise.device(gemm.sum_offsets, **words),
-        "ADD_ROWS": specialise.device(thin.add_rows, SUMS=sums),
-        "CHAIN": tiling.CHAIN,
-        "VL": host.vector_bytes() // vectors.itemsize(acc),
-        "SIZE": vectors.itemsize(acc),
-    }
-
-
 @functools.cache
-def thin_cell(acc: str, by_rows: bool) -> specialise.Kernel:
-    """The cell of a product with few rows; `by_rows` says which of B's strides is one element."""
-    rows = tiling.THIN_GROUPS[by_rows]
+def thin_cell(acc: str, by_rows: bool, streamed: bool) -> specialise.Kernel:
+    """The cell of a product with few rows; `by_rows` says which of B's strides is one element.
+
+    `streamed`: of a B of contiguous rows that is beyond level 2.
+    """
+    words, vector_bytes = _cell_names(), host.vector_bytes()
+    sums = {
+        "SUMS": intrinsics.make_elements(acc),
+        "VL": vector_bytes // vectors.itemsize(acc),
+        "ZERO": zero(acc),
+    }
+    add = specialise.device(thin.add_rows, **sums)
+    if streamed:
+        kernel = make_streamed(acc, vector_bytes, tiling.THIN_ROWS)
+        passed = specialise.device(thin.pass_pieces, **sums, ADD_ROWS=add, STREAMED=kernel)
+    else:
+        group = tiling.THIN_GROUPS[by_rows]
+        kernel = make_thin(acc, vector_bytes, group, by_rows)
+        passed = specialise.device(thin.pass_panels, GROUP=group, THIN=kernel)
     return specialise.kernel(
         thin.thin_cell,
-        **_thin_names(acc),
-        THIN=make_thin(acc, host.vector_bytes(), rows, by_rows),
+        **words,
+        **sums,
+        SUM_OFFSETS=specialise.device(gemm.sum_offsets, **words),
+        ADD_ROWS=add,
+        PASS=passed,
         BY_ROWS=by_rows,
-        GROUP=rows,
-    )
-
-
-@functools.cache
-def streamed_cell(acc: str) -> specialise.Kernel:
-    """The cell of a product with few rows whose B is beyond level 2."""
-    names = _thin_names(acc)
-    clear = specialise.device(
-        thin.clear_rows, SUMS=intrinsics.make_elements(acc), VL=names["VL"], ZERO=zero(acc)
-    )
-    return specialise.kernel(
-        thin.streamed_cell,
-        **names,
-        CLEAR_ROWS=clear,
-        STREAMED=make_streamed(acc, host.vector_bytes(), tiling.THIN_ROWS),
+        CHAIN=tiling.CHAIN,
+        SIZE=vectors.itemsize(acc),
     )
 
 

@@ -119,7 +119,7 @@ def take(source: int, row: int, column: int, rows: int, n: int, target: int, ste
 def pad(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
     """Copy a matrix of any strides to rows padded with zeros."""
     # By strips of columns where they lie in lines of their own: level 1 has a strip's.
-    strip = n if column == SIZE else STRIP
+    strip = max(n, STRIP) if column == SIZE else STRIP
     for j in range(0, n, strip):
         at = source + j * column
         TAKE(at, row, column, rows, min(strip, n - j), target + j * SIZE, step)

@@ -13,8 +13,7 @@ from __future__ import annotations
 def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
     """One cell of ``row(sum_s sum_p A[i, p] B[p, j])`` for few i.
 
-    The rows pass a block of B by groups of GROUP, all but the first of which find it in level 2. K
-    is blocked by KC, and a block of more than CHAIN values is summed by halves, as in the
+    K is blocked by KC, and a block of more than CHAIN values is summed by halves, as in the
     micro-kernel of many rows: every element has the same sum.
     """
     d = WORDS(descriptor)
@@ -25,7 +24,7 @@ def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
     b_step = b_k if BY_ROWS else b_column
     stride = (d[D_NC] + 8 * VL) * SIZE
     sums = workspace + d[D_STRIP]
-    part = sums + rows * stride
+    part, more = sums + rows * stride, sums + 2 * rows * stride
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
         for s in range(d[D_SUM_SIZE]):
@@ -38,56 +37,45 @@ def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
                 half = (depth + 1) // 2 if depth > CHAIN else depth
                 target = sums if first or half == depth else part
                 add = not first and half == depth
-                for i in range(0, rows, GROUP):
-                    at, to, count = a + i * a_row, target + i * stride, min(GROUP, rows - i)
-                    THIN(count, columns, half, at, a_row, a_k, b, b_step, to, stride, add)
+                PASS(rows, columns, half, a, a_row, a_k, b, b_step, target, more, stride, add)
                 if half < depth:
                     a, b, rest = a + half * a_k, b + half * b_k, depth - half
-                    for i in range(0, rows, GROUP):
-                        at, to, count = a + i * a_row, target + i * stride, min(GROUP, rows - i)
-                        THIN(count, columns, rest, at, a_row, a_k, b, b_step, to, stride, True)
+                    PASS(rows, columns, rest, a, a_row, a_k, b, b_step, target, more, stride, True)
                     if not first:
                         ADD_ROWS(sums, part, rows, columns, stride)
         for i in range(rows):
             CALL_ROW(d[D_ROW], workspace, sums + i * stride, i, jc, columns)
 
 
-def streamed_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """A cell of few rows whose B is beyond level 2: long pieces of its rows pass all rows of A.
+def pass_panels(
+    rows: int, columns: int, depth: int, a: int, a_row: int, a_k: int, b: int, b_step: int,
+    target: int, more: int, stride: int, add: bool,
+) -> None:  # fmt: skip
+    """Write, or add, the sums of a block: in narrow panels of columns, whose sums are in registers.
 
-    In narrow panels, as `thin_cell` has them, few lines of each row would be asked for at a time.
-    The sums are the same.
+    The rows pass B by groups of GROUP, all but the first of which find it in level 2.
     """
-    d = WORDS(descriptor)
-    batch, i0, i1, j0, j1 = CELL(descriptor, cell)
-    a_base, b_base = OPEN_CONTEXT(descriptor, batch, workspace)
-    k, kc, rows = d[D_K], d[D_KC], i1 - i0
-    a_row, a_k, b_k, b_column = d[D_A_ROW], d[D_A_K], d[D_B_K], d[D_B_COLUMN]
-    stride = (d[D_NC] + 8 * VL) * SIZE
-    sums = workspace + d[D_STRIP]
-    part, chain = sums + rows * stride, sums + 2 * rows * stride
-    for jc in range(j0, j1, d[D_NC]):
-        columns = min(d[D_NC], j1 - jc)
-        for s in range(d[D_SUM_SIZE]):
-            for pc in range(0, k, kc):
-                depth = min(kc, k - pc)
-                a, b = SUM_OFFSETS(
-                    descriptor, s, a_base + pc * a_k, b_base + pc * b_k + jc * b_column
-                )
-                first = s == 0 and pc == 0
-                half = (depth + 1) // 2 if depth > CHAIN else depth
-                target = sums if first else part
-                CLEAR_ROWS(target, rows, columns, stride)
-                STREAMED(rows, columns, half, a, a_row, a_k, b, b_k, target, stride)
-                if half < depth:
-                    a, b, rest = a + half * a_k, b + half * b_k, depth - half
-                    CLEAR_ROWS(chain, rows, columns, stride)
-                    STREAMED(rows, columns, rest, a, a_row, a_k, b, b_k, chain, stride)
-                    ADD_ROWS(target, chain, rows, columns, stride)
-                if not first:
-                    ADD_ROWS(sums, part, rows, columns, stride)
-        for i in range(rows):
-            CALL_ROW(d[D_ROW], workspace, sums + i * stride, i, jc, columns)
+    for i in range(0, rows, GROUP):
+        at, to, count = a + i * a_row, target + i * stride, min(GROUP, rows - i)
+        THIN(count, columns, depth, at, a_row, a_k, b, b_step, to, stride, add)
+
+
+def pass_pieces(
+    rows: int, columns: int, depth: int, a: int, a_row: int, a_k: int, b: int, b_step: int,
+    target: int, more: int, stride: int, add: bool,
+) -> None:  # fmt: skip
+    """Write, or add, the sums of a block: all rows pass long pieces of B's, and `more` has room.
+
+    Of a B beyond level 2 narrow panels would ask for few lines of each row at a time.
+    """
+    own = more if add else target
+    for i in range(rows):
+        sums = SUMS(own + i * stride)
+        for q in range((columns + VL - 1) // VL * VL):
+            sums[q] = ZERO
+    STREAMED(rows, columns, depth, a, a_row, a_k, b, b_step, own, stride)
+    if add:
+        ADD_ROWS(target, own, rows, columns, stride)
 
 
 def add_rows(target: int, source: int, rows: int, columns: int, stride: int) -> None:
@@ -96,11 +84,3 @@ def add_rows(target: int, source: int, rows: int, columns: int, stride: int) -> 
         total, more = SUMS(target + i * stride), SUMS(source + i * stride)
         for q in range(columns):
             total[q] = total[q] + more[q]
-
-
-def clear_rows(target: int, rows: int, columns: int, stride: int) -> None:
-    """Let sums begin at zero, whole vectors of them."""
-    for i in range(rows):
-        sums = SUMS(target + i * stride)
-        for q in range((columns + VL - 1) // VL * VL):
-            sums[q] = ZERO

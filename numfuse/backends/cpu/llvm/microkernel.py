@@ -258,9 +258,6 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
             room = builder.alloca(ir.ArrayType(I8, height * width * r.vl * r.itemsize))
             room.align = r.vector_bytes
         spare = builder.ptrtoint(room, I64)
-        if r.tiles == (1, 1):
-            one(builder, spare, rows, builder.icmp_signed(">", columns, I64(r.vl)), args)
-            return
         # Down first: a tile below takes the same columns of B, which may still be in level 1.
         k, a, b, b_step, before, before_step, c, c_step, first, table = args
         with _counted(builder, columns, width * r.vl, r.nr) as (j, across):
@@ -293,6 +290,9 @@ def _counted(
     builder: ir.IRBuilder, count: ir.Value, step: int, limit: int
 ) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Loop over multiples of `step` below `count` and `limit`; yield each, and what is left."""
+    if limit == step:
+        yield I64(0), count
+        return
     start = builder.block
     loop = builder.append_basic_block("microkernel.next")
     done = builder.append_basic_block("microkernel.done")

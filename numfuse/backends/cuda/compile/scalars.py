@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,9 +175,7 @@ TARGET = Target(
     jit=device_function,
     # (with float64's own, a gradient's kernel has no registers left, and is no faster)
     inverses={"float32": inverse},
-    **{
-        x.name: _HERE[x.name] for x in fields(Target) if x.name not in ("jit", "inverses", "halves")
-    },
+    **{x.name: _HERE[x.name] for x in fields(Target) if x.default is MISSING and x.name != "jit"},
 )
 
 
