@@ -177,6 +177,8 @@ def constants(kind: str) -> list[Constant]:
     }.get(dtype, ("HALF_BLOCKS", "HALF_BLOCKS_HELD"))  # fmt: skip
     found = [speed(name, i) for name in blocks for i in range(1, len(getattr(tiling, name)))]
     engine = "BUSY_SUMS", "BUSY_SUMS_POWER", "FILL", "LAUNCH_COST"
+    if dtype == "float64":
+        engine = "DOUBLE_BUSY_SUMS", "DOUBLE_BUSY_POWER", "FILL", "DOUBLE_LAUNCH"
     if tier == "cores":
         engine = "BUSY_WARPS", "BUSY_WARPS_POWER", "CORE_FILL", "CORE_LAUNCH"
     found += [number(tiling, name) for name in (*engine, "PLANE_COST")]

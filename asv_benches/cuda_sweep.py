@@ -406,7 +406,12 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="its name, where there is no git")
     parser.add_argument("--into", help="where results are added, in place of docs/history")
     parser.add_argument("--dry", type=int, metavar="N", help="no GPU: plan N cases, run tiny ones")
-    parser.add_argument("--report", nargs="*", metavar="FILE", help="of what is kept and of these")
+    parser.add_argument(
+        "--report",
+        nargs="*",
+        metavar="FILE",
+        help="of what is kept and of these, the last result of each",
+    )
     parser.add_argument("--gpu", default="", help="in the report: of GPUs whose name holds this")
     parser.add_argument("--picture", default=str(PICTURE), help="where the report draws")
     parser.add_argument("--add", nargs="+", metavar="FILE", help="files to keep, too")
@@ -416,6 +421,7 @@ def main() -> int:
     elif arguments.report is not None:
         files = [*([KEPT] if KEPT.exists() else []), *map(Path, arguments.report)]
         records = [x for x in sweep_report.read(files) if arguments.gpu in x["of"].get("gpu", "")]
+        records = sweep_report.latest(records)
         print(sweep_report.report(records))
         if records:
             sweep_report.draw(records, Path(arguments.picture))

@@ -3,6 +3,7 @@
     python asv_benches/cuda_ways.py --prepare 14           everything: some 4 minutes on 16 cores
     python asv_benches/cuda_ways.py --only small --rounds 15
     python asv_benches/cuda_ways.py --check                the results alone
+    python asv_benches/cuda_ways.py --products f32:577x1600x1664:T:slope f64:4*196x1664x2816
 
 Of each product all ways of all tiers are run (`tiers.ways`). Results are compared with float64
 within a bound for each element, and ways that add up in the same order with each other bit by bit.
@@ -88,6 +89,15 @@ WORK = [
     Work("others", "f16", 1001, 777, 333),
     Work("others", "f32", 300, 7000, 100),
 ]
+
+
+def product_of(word: str) -> Work:
+    """Return a product by its word: dtype, [BATCH*]MxKxN, "T" for (out, in), and what it is of."""
+    dtype, sizes, *more = word.split(":")
+    *batch, sizes = sizes.split("*")
+    m, k, n = map(int, sizes.split("x"))
+    what = next((x for x in more if x != "T"), "layer")
+    return Work("given", dtype, m, k, n, int(batch[0]) if batch else 0, "T" in more, what)
 
 
 class Layer:
@@ -243,6 +253,7 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="*", default=[], help="turned, batch, small, thin, others, tune"
     )
+    parser.add_argument("--products", nargs="*", default=[], help="these, in place of the table's")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--check", action="store_true", help="no times")
     parser.add_argument(
@@ -251,6 +262,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     chosen = [w for w in WORK if not arguments.only or w.group in arguments.only]
+    if arguments.products:
+        chosen = [product_of(word) for word in arguments.products]
     if arguments.prepare:
         prepare(chosen, compiled, arguments.prepare)  # type: ignore[arg-type]
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}", flush=True)
@@ -262,7 +275,7 @@ def main() -> int:
             right = False
             print(f"{work}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         torch.cuda.empty_cache()
-    if not arguments.only or "tune" in arguments.only:
+    if "tune" in arguments.only or not (arguments.only or arguments.products):
         right &= tuned_again()
     print("all right" if right else "SOMETHING IS WRONG")
     return 0 if right else 1

@@ -37,6 +37,15 @@ def read(paths: Iterable[Path]) -> list[Record]:
     return [{**x, "of": runs.get(x["run"], {})} for x in found.values()]
 
 
+def latest(records: list[Record]) -> list[Record]:
+    """Return the last result of each shape on each GPU: those that were slow are timed again."""
+    found = {}
+    for x in sorted(records, key=lambda x: str(x["of"].get("date", ""))):
+        case = {k: v for k, v in x["case"].items() if k not in ("compiled", "ways")}
+        found[x["of"].get("gpu", ""), json.dumps(case, sort_keys=True)] = x
+    return list(found.values())
+
+
 def ratio(record: Record, clock: str = "device") -> float | None:
     """Return the best peer's time by numfuse's; None where one of them has none."""
     times = record.get(clock, {})

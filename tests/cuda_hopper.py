@@ -77,6 +77,7 @@ class Hopper(Machine):
             product_high=lambda a, b: Int32(a * b >> 32),
             block_barrier=lambda: self.wait("barrier"),
             group_barrier=lambda number, count: self.wait(("group", number, count)),
+            group_any=lambda number, count, truth: self.wait(("any", number, count), truth),
             barrier_init=lambda at, count: self.barriers.__setitem__(at, Barrier(count)),
             barrier_expect=lambda at, nbytes: self.barriers[at].turn(1, nbytes),
             barrier_arrive=lambda at, here: here and self.barriers[at].turn(1, 0),
@@ -88,8 +89,8 @@ class Hopper(Machine):
             global_store4_b32=self.store_words,
             global_load_f32=lambda at, inside: self.floats("global", at, 1, inside)[0],
             global_load4_f32=lambda at, inside: self.floats("global", at, 4, inside),
-            shared_load4_f32=lambda at: self.floats("shared", at, 4),
-            shared_store4_b32=lambda at, *words: self.write("shared", at, packed(words)),
+            shared_load_f32=lambda at: self.floats("shared", at, 1)[0],
+            shared_load2_f32=lambda at: self.floats("shared", at, 2),
             shared_load16=lambda at: self.halfword("shared", at),
             shared_store16=lambda at, word: self.put("shared", at, word),
             shared_store32=lambda at, word: self.put("shared", at, word, 4),
@@ -113,9 +114,16 @@ class Hopper(Machine):
         super().run(made, **addresses)
 
     def _name(self, name: str, value: Any) -> Any:
-        if name == "MULTIPLY":
+        if name in ("MULTIPLY", "MULTIPLY_LOW", "MULTIPLY_HIGH", "MULTIPLY_TOP"):
             lines = value.numfuse_key.split("\n")
-            return lambda acc, x, y, add: self.wait(("multiply", lines), (acc, x, y, add))
+            last = int(re.search(r"setp\.ne\.b32 p, \$(\d+)", lines[0])[1])  # type: ignore[index]
+
+            def multiply(acc: Any, x: Any, y: Any, add: Any) -> Any:
+                # X's descriptor, or as many of its words as the text has
+                given = x[: last - 1 - 2 * len(acc)] if isinstance(x, list) else (x,)
+                return self.wait(("multiply", lines), (acc, *given, y, add))
+
+            return multiply
         return super()._name(name, value)
 
     def _ready(self, threads: list[Thread]) -> list[Thread]:
@@ -140,6 +148,9 @@ class Hopper(Machine):
             counts = {"multiply": 128, "warp": 32, "barrier": len(threads)}
             count = counts.get(kind) or what[2]
             if len(own) == count:
+                if kind == "any":
+                    for thread in own:
+                        thread.result = int(any(t.waits[1] for t in own))
                 if kind == "multiply":
                     self.current = own[0]
                     self.multiply(own[0].waits[0][1], [t.waits[1] for t in own])
@@ -220,8 +231,7 @@ class Hopper(Machine):
 
     def multiply(self, lines: list[str], given: list[Any]) -> None:
         """Run the text of a group: registers of 128 threads, the words of both descriptors."""
-        _, x, y, add = given[0]
-        assert all(g[1:] == (x, y, add) for g in given)
+        *_, add = given[0]
         if not any(".s8" in line for line in lines):
             for warp in range(4):
                 own = given[32 * warp : 32 * warp + 32]
@@ -230,6 +240,8 @@ class Hopper(Machine):
                 for (acc, *_), sums in zip(own, made, strict=True):
                     acc[: len(sums)] = sums
             return
+        _, x, y, _ = given[0]
+        assert all(g[1:] == (x, y, add) for g in given)
         known = {"p": bool(add)}
         count = len(given[0][0])
         operands = {2 * count: int(x), 2 * count + 1: int(y)}

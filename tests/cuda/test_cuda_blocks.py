@@ -349,7 +349,7 @@ def test_a_few_columns_beyond_whole_blocks_are_a_launch_of_their_own():
         launches = simt.CORES.take(made, info).launches
         return [x.grid[0] for x in launches if x.kernel.name.startswith("cores")]
 
-    assert grids(4096, 784, 1024) == [64 * 6, 128]
+    assert grids(4096, 784, 1024) == [64 * 6, 64]
     assert grids(4096, 768, 1024) == [64 * 6]
     # with column sums by blocks of as many rows
     assert grids(4096, 784, 1024, sums=True) == [64 * 6, 64]
@@ -357,6 +357,28 @@ def test_a_few_columns_beyond_whole_blocks_are_a_launch_of_their_own():
     # one round of 128 x 128 where shared memory holds their sums
     assert grids(4096, 1024, 784) == [32 * 8]
     assert grids(4096, 1024, 784, AMPERE) != [32 * 8]
+
+
+def test_few_blocks_behind_a_copy_are_spread_over_the_device():
+    """Guards: of a launch that begins beside a copy no multiprocessor has three blocks and others
+    none (docs/cuda.md)."""
+
+    def shared(m, k, n):
+        x, y = Operand("float32", (0, k, 1), 16), Operand("float32", (0, 1, k), 16)
+        made = Product(m, n, k, 1, x, y, Operand("float32", (0, n, 1), 16), "float32", whole=True)
+        tile = tiling.CORE_BLOCKS[0]
+        copy, launch = simt.plan(made, HOPPER, tile, k, 1, copy=(False, True)).launches
+        alone = simt.plan(made, HOPPER, tile, k, 1, copy=(False, False)).launches[0]
+        assert copy.overlaps and launch.overlaps and not alone.overlaps
+        return launch.shared_bytes, -(-launch.grid[0] // HOPPER.multiprocessors), tile.resident
+
+    for n, most in ((1600, 1), (3200, 2)):
+        taken, together, _ = shared(577, 1664, n)
+        assert together == most and taken <= HOPPER.shared_per_block
+        room = HOPPER.shared_per_multiprocessor
+        assert together * (taken + 1024) <= room < (together + 1) * (taken + 1024)
+    taken, together, resident = shared(577, 1664, 6400)
+    assert together > resident and resident * (taken + 1024) <= HOPPER.shared_per_multiprocessor
 
 
 def test_parts_of_a_long_sum_fill_rounds():

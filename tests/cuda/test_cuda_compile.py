@@ -59,7 +59,6 @@ try:
     from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
     from numfuse.backends.cuda.kernels.ampere.vectors import VECTORS
     from numfuse.backends.cuda.kernels.elementwise import is_short
-    from numfuse.backends.cuda.kernels.hopper import factors as hopper_factors
     from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, plan_with
     from numfuse.backends.cuda.kernels.mirror import MIRROR
     from numfuse.backends.cuda.kernels.pointwise import Result, Source
@@ -350,14 +349,6 @@ def integers(count, tile, info=HOPPER, **how):
         return residue_tier.plan_with(made, Residues(count), info, 1)
 
 
-def split_inside(kind, tile, turned):
-    """The launch of a product of float32 that splits its left factor itself."""
-    how = {} if turned else {"function": "gelu"}
-    made = product(2048, 512, 512, "float32", x_turned=turned, alignment=16, precision=kind, **how)
-    with mock.patch.object(hopper_factors, "splits_inside", lambda *_: True):
-        return plan_with(made, kind, HOPPER, tile, 1).launches[-1:]
-
-
 def taken(name, tier, made, info, instructions=(), **limits):
     """A row: what a tier launches for a product."""
     plan = tier.take(made, info)
@@ -532,9 +523,10 @@ CASES = [
         for kind in ("bf16x6", "bf16x3")
     ],
     *[
-        Case(f"wgmma {kind} split inside, {tile}", split_inside(kind, tile, turned), HOPPER,
-             ("ld.shared.v4.f32", "st.shared.v4.b32"))
-        for (tile, _), turned in zip(HOPPER_SPLIT_TILES[:3], (False, True, True), strict=True)
+        Case(f"wgmma {kind} of a left factor by columns, {tile}", plan_with(
+                 product(2048, 512, 512, "float32", x_turned=True, alignment=16, precision=kind),
+                 kind, HOPPER, tile, 1).launches[-1:], HOPPER, ("ld.shared.f32", "bar.red.or.pred"))
+        for tile, _ in HOPPER_SPLIT_TILES[:2]
         for kind in ("bf16x6", "bf16x3")
     ],
     *[

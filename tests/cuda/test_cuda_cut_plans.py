@@ -121,7 +121,8 @@ def test_what_memory_limits_is_not_cut():
     """Guards: rows through a weight take the time of reading that, and of no launch more."""
     for m in (1, 8, 16, 64):
         assert plan(product(m, 4096, 4096, "bfloat16"), HOPPER)[1].parts == 1
-        assert plan(product(m, 4096, 4096, "float32"), HOPPER)[1].parts == 1
+        # (64 rows of float32 are limited by arithmetic)
+        assert m == 64 or plan(product(m, 4096, 4096, "float32"), HOPPER)[1].parts == 1
     assert tiling.thin_parts(128, 1, 65536, 4, 132) == 1 == tiling.thin_parts(96, 1, 65536, 4, 132)
     assert tiling.thin_parts(16, 64, 7000, 4, 132) > 2
     nbytes = 2 * (16 * 4096 + 4096 * 4096 + 16 * 4096)

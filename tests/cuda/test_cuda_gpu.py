@@ -399,7 +399,7 @@ def parts(x, precision):
 
 
 def product_bound(x, y, precision):
-    """The sum of the products that are made for x @ y, and what its error may be: 256 terms in sums
+    """The sum of the products that are made for x @ y, and what its error may be: 64 terms in sums
     that are cut off at 2^-22 of them, and additions in float32 of these."""
     left, right = parts(x, precision), parts(y, precision)
     made = sum(a @ b for i, a in enumerate(left) for b in right[: len(left) - i])
@@ -407,8 +407,8 @@ def product_bound(x, y, precision):
     if precision in LEFT_OUT:
         exact = x.astype(float) @ y.astype(float)
         assert (abs(made - exact) <= LEFT_OUT[precision] * sizes).all()
-    terms = min(x.shape[1], 256) / 8 + 4 if precision in LEFT_OUT else x.shape[1] / 8 + 4
-    share = terms * 2.0**-22 + x.shape[1] / 256 * 2.0**-23
+    terms = min(x.shape[1], 64) / 8 + 4 if precision in LEFT_OUT else x.shape[1] / 8 + 4
+    share = terms * 2.0**-22 + x.shape[1] / 64 * 2.0**-24
     return made, share * sizes + 2.0**-126
 
 
@@ -456,6 +456,30 @@ def test_a_copy_of_a_factor_serves_two_products_and_gives_the_bits_of_its_own(pr
     batch = np.stack([a, a[::-1]])
     out = nf.matmul_bias_activation(batch, b, bias, "gelu")
     assert (out[0] == nf.matmul_bias_activation(a, b, bias, "gelu")).all()
+
+
+@pytest.mark.parametrize("precision", ["bf16x6", "bf16x3"], indirect=True)
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(130, 64, 72), (1000, 332, 264), (20_000, 200, 136), (260, 500, 64)]
+)
+def test_a_left_factor_of_any_layout_has_the_same_bits(precision, m, k, n):
+    """Rows, columns, members of a batch, and what the copy engine does not take."""
+    a, b, bias, _ = numbers(m=m, k=k, n=n)
+    wide = np.zeros((m, k + 1), np.float32)
+    wide[:, 1:] = a
+    out = nf.matmul_bias_activation(a, b, bias, "gelu")
+    assert nf.last_call().tier == "wgmma"
+    for x in (np.asfortranarray(a), wide[:, 1:]):
+        np.testing.assert_array_equal(nf.matmul_bias_activation(x, b, bias, "gelu"), out)
+    batch = nf.matmul_bias_activation(np.stack([a[::-1], a]), b, bias, "gelu")
+    np.testing.assert_array_equal(batch, np.stack([out[::-1], out]))
+    # an infinity, a NaN, and what rounds to an infinity, in two rows and a column
+    out = nf.matmul_bias_activation(a, b, bias)
+    a[5, 3], a[5, 7], a[7, k - 1], b[k - 2, 9] = np.inf, np.nan, 3.4e38, -np.inf
+    other = nf.matmul_bias_activation(a, b, bias)
+    rows, columns = (np.delete(np.arange(size), at) for size, at in ((m, (5, 7)), (n, 9)))
+    np.testing.assert_array_equal(other[np.ix_(rows, columns)], out[np.ix_(rows, columns)])
+    assert np.isnan(other[5]).all() and not np.isfinite(other[:, 9]).any()
 
 
 def test_infinities_and_numbers_far_apart_on_tensor_cores(precision):

@@ -63,7 +63,7 @@ SHAPES = [
     (product(300, 7000, 100, "float32"), HOPPER, 1),
     (product(3000, 500, 700, "float64"), HOPPER, 2),
     (product(3000, 1000, 5000, "bfloat16"), HOPPER, 5),
-    (product(1000, 1000, 1000, "float16"), AMPERE, 2),
+    (product(3000, 1000, 1000, "float16"), AMPERE, 2),
     (product(512, 9000, 512, "float32", free=True), AMPERE, 1),
     (product(100, 90, 80, "float32"), TURING, 1),
 ]

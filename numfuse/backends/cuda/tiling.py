@@ -108,9 +108,9 @@ def chain(k: int, dtype: str) -> int:
 
 #: Where K is cut though its order is no matter of M (forwards): values of K of a part at the least,
 #: one chain, and the share of the time that is left then, at most. Its launch and planes are in
-#: that; the rest is for what a model of times does not know. (No GPU has timed this yet.)
+#: that; the rest is for what a model of times does not know.
 SPLIT_PART = CHAIN
-SPLIT_GAIN = 0.85
+SPLIT_GAIN = 0.9
 
 
 def parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
@@ -166,28 +166,30 @@ class CudaBlock:
 #: registers, with two blocks on a multiprocessor, 2896).
 CORE_BLOCKS = (
     CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
-    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
-    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.7),
-    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.54),
-    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.47),
-    CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=0.965, kept="shared"),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.94),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.8),
+    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.48),
+    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.44),
+    CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=1.0, kept="shared"),
 )
 #: Shared memory of a multiprocessor that holds two blocks of the last of them, sums included.
 CORE_SHARED = 200 << 10
+#: Of K in an instruction of float64.
+DOUBLE_CHUNK = 8
 #: float64 on tensor cores, likewise: 60.0 TFLOP/s, and 55.8 with the epilogue of gelu (cuBLAS 63.0,
 #: and 30.8 with passes).
 DOUBLE_BLOCKS = (
     CudaBlock(64, 64, 16, 32, 32, 3, 3, 8),
-    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
-    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.98),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.92),
 )
 #: The same where the sum has several chains, which registers add up: at 4096 cubed 2528 us, beside
 #: 2530 of one chain in the tiles above.
 DOUBLE_LONG = (
     CudaBlock(64, 128, 16, 32, 32, 4, 1, 8),
     CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.95),
-    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
-    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.92),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=1.0),
 )
 #: The same of products of all members of points: where K is that of a network's layer a block ends
 #: and begins in an eighth of its time, and while one does, another one multiplies. (No GPU has
@@ -209,22 +211,23 @@ HALF_BLOCKS_HELD = (
     CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8, kept=""),
 )
 #: Sums that keep a multiprocessor's tensor cores busy. Fewer do less: their share of them to the
-#: power of 0.6. On CUDA cores it is warps that count, as none has the next slice ready while it
-#: multiplies this one: of 64 x 128 one block alone, 4 warps, does two fifths of the speed of three.
-#: Numbers and powers are fitted to a sweep of an H200, as the speeds of `CORE_BLOCKS` are.
+#: power of 0.6, in float64 of 0.4. On CUDA cores it is warps that count, as none has the next slice
+#: ready while it multiplies this one. Numbers and powers are fitted to sweeps of an H200, as the
+#: speeds of `CORE_BLOCKS` and `DOUBLE_BLOCKS` are.
 BUSY_SUMS, BUSY_SUMS_POWER = 12288, 0.6
-BUSY_WARPS, BUSY_WARPS_POWER = 6.25, 0.75
+DOUBLE_BUSY_SUMS, DOUBLE_BUSY_POWER = 14800, 0.4
+BUSY_WARPS, BUSY_WARPS_POWER = 4.6, 1.1
 #: Values of K in the time of which a block begins and ends, on tensor cores and on CUDA cores.
-FILL, CORE_FILL = 64, 105
+FILL, CORE_FILL = 64, 92
 #: Rounds of blocks that the parts of a sum may fill, beyond two, and from which K on: 72 blocks
 #: fill half of 132 multiprocessors, 3 parts of each 1.6 rounds, 11 six. (A float64 d_b of 768 x 768
 #: over 106,496 rows was at 34 TFLOP/s in one part, where d_a was at 53.)
 MORE_ROUNDS = 3, 4, 6
 DEEP = 1 << 14
-#: What a join takes to begin and end, in multiply-adds of one multiprocessor, by tensor cores and
-#: by CUDA cores (3 us), and what a value of a plane takes on its way through memory, in those of
-#: all.
-LAUNCH_COST, CORE_LAUNCH = 1_400_000, 700_000
+#: What a join takes to begin and end, in multiply-adds of one multiprocessor, by tensor cores, by
+#: these in float64 and by CUDA cores (2 to 3 us), and what a value of a plane takes on its way
+#: through memory, in those of all.
+LAUNCH_COST, DOUBLE_LAUNCH, CORE_LAUNCH = 1_400_000, 800_000, 470_000
 PLANE_COST = 50
 #: And a launch that runs beside the one before it: what its blocks wait for at their end. (A guess
 #: that no GPU has timed.)
@@ -263,6 +266,31 @@ def thin_cost(blocks: int, rows: int, k: int, itemsize: int, parts: int) -> floa
     cycles = max(line / THIN_BYTES, 32 * rows * itemsize / 4 / FMAS)
     found = k * max(cycles / parts, blocks * line / MEMORY_BYTES)
     return found + (THIN_FILL * cycles + CORE_LAUNCH / FMAS if parts > 1 else 0)
+
+
+#: Rows up to which nothing else is asked. Of more, cycles of a value of K in a block, and more of
+#: each row; and cycles of a multiply-add of one multiprocessor's CUDA cores at full speed. On an
+#: H200 24 x 4096 x 4096 in float32 took 44 us, and 68 by the tiles above, but 64 x 1792 x 22016 184
+#: and 144, 64 x 1024 x 1024 21 and 15.
+THIN_SURE = 32
+THIN_CYCLES, THIN_ROW_CYCLES = 14.0, 0.2
+CORE_CYCLES = 1 / 125
+
+
+def thin_pays(
+    blocks: int, m: int, n: int, k: int, places: int, parts: int, multiprocessors: int, whole: bool
+) -> bool:
+    """Return whether few rows take no longer by blocks of all of them, cut in so many parts.
+
+    A multiprocessor has room for one such block.
+    """
+    if m <= THIN_SURE:
+        return True
+    rounds = -(-blocks * parts // multiprocessors)
+    cycles = rounds * -(-k // parts) * (THIN_CYCLES + THIN_ROW_CYCLES * m)
+    cycles += CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
+    where = places, False, multiprocessors, whole
+    return cycles <= block(CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
 
 
 def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:
@@ -359,7 +387,10 @@ def _work(tile: CudaBlock, blocks: int, part: int, multiprocessors: int) -> floa
         most = max(most, rounds * tile.resident + last)
     area, together = tile.block_m * tile.block_n, min(most, tile.resident)
     if tile.chunk:
-        busy, fill = min(1.0, together * area / BUSY_SUMS) ** BUSY_SUMS_POWER, FILL
+        double = tile.chunk == DOUBLE_CHUNK
+        sums = DOUBLE_BUSY_SUMS if double else BUSY_SUMS
+        power = DOUBLE_BUSY_POWER if double else BUSY_SUMS_POWER
+        busy, fill = min(1.0, together * area / sums) ** power, FILL
     else:
         warps = together * tile.threads / 32
         busy, fill = min(1.0, warps / BUSY_WARPS) ** BUSY_WARPS_POWER, CORE_FILL
@@ -389,7 +420,8 @@ def cost(
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
     found = _work(tile, blocks * number, length, multiprocessors)
     if number > 1:
-        found += LAUNCH_COST if tile.chunk else CORE_LAUNCH
+        double = tile.chunk == DOUBLE_CHUNK
+        found += (DOUBLE_LAUNCH if double else LAUNCH_COST) if tile.chunk else CORE_LAUNCH
         found += places * m * n * number * PLANE_COST / multiprocessors
     return found
 

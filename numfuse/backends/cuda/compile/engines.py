@@ -236,6 +236,45 @@ def multiply(
     return intrinsic_of("multiply", text, "allp", body)
 
 
+def multiply_registers(
+    columns: int, products: Sequence[tuple[int, int]], turned: bool, high: int
+) -> Any:
+    """acc (+)= a sum of products of X in registers: one group of wgmma.mma_async.m64nNk16 of bf16.
+
+    The intrinsic takes (acc, words, lower word of Y's descriptor, whether to add to acc). Each of
+    `products` is the first of four words, a fragment as of mma.m16n8k16, and how many bytes behind
+    the descriptor its Y begins.  Nothing waits: neither acc nor the words may be written before a
+    wait.  `turned`, `high`: whether K is not Y's contiguous axis; its descriptor's upper word.
+    """
+    count, words = columns // 2, max(first for first, _ in products) + 4
+    sums = ", ".join(f"${i}" for i in range(count))
+    more = 2 * count
+    lines = [
+        f"{{ .reg .pred p; .reg .b32 w; .reg .b64 dy; setp.ne.b32 p, ${more + words + 1}, 0;",
+        # 9.7.15.7.1: orders the registers' last use before the tensor cores'
+        "wgmma.fence.sync.aligned;",
+    ]
+    for number, (first, offset) in enumerate(products):
+        if number == 1:
+            lines.append("setp.eq.b32 p, 0, 0;")
+        x = ", ".join(f"${more + first + i}" for i in range(4))
+        lines += [
+            f"add.s32 w, ${more + words}, {offset >> 4};",
+            f"mov.b64 dy, {{w, {high}}};",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+            f" {{{sums}}}, {{{x}}}, dy, p, 1, 1, {int(turned)};",
+        ]
+    # 9.7.15.7.2
+    text = "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+    def body(builder: Any, acc: Any, given: Any, y: Any, add: Any) -> None:
+        own = read_registers(builder, given, 0, words)
+        both = builder.trunc(y, I32), builder.zext(add, I32)
+        _tied(builder, text, [(acc, 0, count)], "bf16", [*own, *both])
+
+    return intrinsic_of("multiply_registers", text, "aalp", body)
+
+
 @dataclass(frozen=True)
 class Factor:
     """A factor of `group_product` in shared memory: how its descriptors are made."""

@@ -292,6 +292,12 @@ select = instruction(
 #: 9.7.13.1, bar.sync: all threads of the block; `count` threads at barrier number `which`
 block_barrier = instruction("bar.sync 0;", kind="convergent")
 group_barrier = instruction("bar.sync $0, $1;", "", "rr", "convergent")
+#: 9.7.13.1, bar.red.or: the same, and 1 for all if any of them brings a truth, else 0
+group_any = instruction(
+    "{ .reg .pred p, q; setp.ne.b32 p, $3, 0;"
+    " bar.red.or.pred q, $1, $2, p; selp.s32 $0, 1, 0, q; }",
+    "r", "rrp", "convergent",
+)  # fmt: skip
 #: 9.7.13.3, barrier.cluster: all threads of all blocks of the cluster, whose shared memory is then
 #: seen by all of them
 cluster_barrier = instruction(

@@ -34,10 +34,12 @@ class Module:
     notes, and the streams, each plus 1 (0 is a stream). It goes to `retired`; None: it never does.
     """
 
-    __slots__ = ("_retired", "_words", "function", "handle", "uses")
+    __slots__ = ("_retired", "_words", "function", "handle", "shared_bytes", "uses")
 
     def __init__(self, handle: int, function: int, retired: Retired | None) -> None:
         self.handle, self.function = handle, function
+        #: The most that a launch may have; more than 48 KiB must be asked for.
+        self.shared_bytes = 48 << 10
         self._retired = retired
         self._words = (ctypes.c_int64 * (2 + STREAMS))()
         #: The address of its words; 0 where nobody will read them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import c_uint, c_uint64, c_void_p
 from struct import pack_into
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
+#: Launches of a kernel may have different shared memory: the most of it is what holds.
+_ASKING = threading.Lock()
 #: What tensor maps are made for at first.
 _SOME_ADDRESS = 1 << 20
 #: How `struct` packs what is no map.
@@ -29,13 +32,14 @@ class Prepared:
         self.name, self.launch = kernel.name, launch
         #: Held as long as this may be started.
         self.module = device.module(kernel)
-        if launch.shared_bytes > 48 << 10:
-            # (more than that must be asked for)
-            with device.current():
-                status = device.cuda.cuFuncSetAttribute(
-                    self.module.function, _MAX_DYNAMIC_SHARED, launch.shared_bytes
-                )
-                device.check(status, kernel.name)
+        with _ASKING:
+            if launch.shared_bytes > self.module.shared_bytes:
+                with device.current():
+                    status = device.cuda.cuFuncSetAttribute(
+                        self.module.function, _MAX_DYNAMIC_SHARED, launch.shared_bytes
+                    )
+                    device.check(status, kernel.name)
+                self.module.shared_bytes = launch.shared_bytes
         if len(kernel.signature) != len(launch.arguments):
             raise ValueError(
                 f"{kernel.name} must have {len(kernel.signature)} arguments, "

@@ -103,15 +103,16 @@ def laid_out(
     source: Slot,
     to: Slot,
     tf32: bool = False,
+    shared: bool = False,
     overlaps: bool = False,
 ) -> tuple[Launch, Operand, int]:
     """The launch, the operand that it makes, and its bytes.
 
     `shape`: rows and columns; `inner`: the axis (1: rows, 2: columns) that is contiguous after it;
-    `tf32`: rounded, and kept for other products of the factor. `overlaps`: the launch may begin
-    before the one before it has ended, as that of tf32 does.
+    `tf32`: rounded; `shared`: kept for other products of the factor. `overlaps`: the launch may
+    begin before the one before it has ended, as one that is shared does.
     """
-    overlaps |= tf32
+    overlaps |= shared
     outer = 3 - inner
     lengths = shape[outer - 1], shape[inner - 1]
     pitch = tiling.pitch(lengths[1], 4)
@@ -155,6 +156,6 @@ def laid_out(
     strides = (step, pitch, 1) if inner == 2 else (step, 1, pitch)
     shared_bytes = SQUARE * SQUARE * 4 if turned else 0
     launch = Launch(made, grid, arguments, shared_bytes, overlaps=overlaps)
-    if tf32:
+    if shared:
         launch = replace(launch, makes=(to.name, size))
     return launch, Operand("float32", strides, 16), size

@@ -9,24 +9,27 @@ Costs are in multiply-adds of one multiprocessor, as those of `tiling.cost`.
 
 from __future__ import annotations
 
+from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
 from numfuse.backends.cuda.plan.product import Product
 
 #: Shares of a product's time that X and Y take when they are turned in registers, as a sweep of an
 #: H200 has them, whose products are smaller: at 4096 cubed it takes 1.05 times as long with X, 1.15
 #: times with both.
-TURNED = (0.05, 0.45)
+TURNED = (0.07, 0.33)
 #: And a factor that comes by so many values at a time: one by one a product takes 1.2 to 1.4 times
 #: as long with both; two at a time is a guess between that and nothing.
-NARROW = {1: 0.15, 2: 0.05}
+NARROW = {1: 0.13, 2: 0.05}
 #: The share of the fused multiply-adds of CUDA cores that a product reaches: 51.4 of 59 TFLOP/s.
 REACHED = 0.87
 #: An element's way through memory in a copy, in multiply-adds of all multiprocessors: 8 bytes at
 #: 3.7 TB/s are 64, measured for 64 MiB; smaller ones take longer, by the same sweep. And what a
 #: copy takes to begin and end (2 us): the launch behind it is ready by then, as all of these
 #: overlap.
-COPY_COST = 100
+COPY_COST = 80
 COPY_START = 450_000
+#: Rows and columns of a result for whose whole numbers a factor is read.
+WHOLE = 64
 
 
 def share(way: Fetch, own: int) -> float:
@@ -50,12 +53,16 @@ def added(
     product: Product, elements: int, part: float, is_copied: bool, multiprocessors: int
 ) -> float:
     """Return the work that a factor of so many elements adds, copied or read as it lies."""
-    p = product
-    return ways(p.m * p.n * p.k * p.places, elements, part, multiprocessors)[not is_copied]
+    return ways(_work(product), elements, part, multiprocessors)[not is_copied]
 
 
 def pays(product: Product, elements: int, part: float, multiprocessors: int) -> bool:
     """Return whether a copy of a factor costs less than to read it as it lies."""
-    p = product
-    copied, read = ways(p.m * p.n * p.k * p.places, elements, part, multiprocessors)
+    copied, read = ways(_work(product), elements, part, multiprocessors)
     return copied < read
+
+
+def _work(product: Product) -> int:
+    """Return the multiply-adds of a product, those of a block's empty rows and columns too."""
+    p = product
+    return tiling.round_up(p.m, WHOLE) * tiling.round_up(p.n, WHOLE) * p.k * p.places

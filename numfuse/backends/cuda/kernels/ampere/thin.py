@@ -301,13 +301,18 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
-    """How to run it; None for more rows, few columns, and before compute capability 8.0."""
+    """How to run it; None for more rows, few columns, and before compute capability 8.0.
+
+    And of float32 where tiles take less time.
+    """
     p = product
     if not _takes(p, device):
         return None
     blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
     busy = device.multiprocessors
     parts = 1 if p.whole else tiling.thin_parts(blocks, p.m, p.k, size, busy)
+    if not tiling.thin_pays(blocks, p.m, p.n, p.k, p.places, parts, busy, p.whole):
+        return None
     return plan(p, device, parts)
 
 

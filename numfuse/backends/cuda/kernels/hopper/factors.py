@@ -1,7 +1,8 @@
 """How a kernel on Hopper gets X and Y: by tensor maps of the arrays themselves, or of copies.
 
 The copy engine wants rows that begin at multiples of 16 bytes. `convert` brings an operand of any
-strides into such rows; on the way it splits float32 into three or two bfloat16 parts.
+strides into such rows; on the way it splits Y's float32 into three or two bfloat16 parts. (Those of
+X are made by the kernel.)
 """
 
 # A template has no annotations but records, and its UPPER-case names are bound by the toolchain.
@@ -10,7 +11,6 @@ strides into such rows; on the way it splits float32 into three or two bfloat16 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,19 +33,13 @@ from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels import layouts
 from numfuse.backends.cuda.kernels.hopper import parts
-from numfuse.backends.cuda.kernels.hopper.kernel import PRODUCTS, planes_of
+from numfuse.backends.cuda.kernels.hopper.kernel import planes_of
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.parts import high_part, nearest, rest
-from numfuse.backends.cuda.kernels.hopper.tiling import (
-    HOPPER_COPY,
-    HOPPER_COPY_K,
-    hopper_inside,
-)
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY, HOPPER_COPY_K
 from numfuse.backends.cuda.plan.product import Launch, Operand, Product, Slot
 
 HALF = ("bfloat16", "float16")
-#: Whether a kernel may split a long float32 factor itself: not by default, as no GPU has run it.
-INSIDE = os.environ.get("NUMFUSE_CUDA_SPLIT") == "inside"
 
 
 @dataclass(frozen=True)
@@ -60,8 +54,6 @@ class Factor:
     places: int
     plane: int
     launches: tuple[Launch, ...] = ()
-    #: Whether it is an array of float32 that the kernel splits itself.
-    inside: bool = False
 
 
 def fitted(
@@ -96,25 +88,27 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
         work = product.m * product.n * product.k * product.places
         if product.k < HOPPER_COPY_K or work < HOPPER_COPY:
             return None
-    elif name == "x" and splits_inside(product, kind):
-        found = _as_it_lies("float32", *lies, lambda turned: (32, 64))
+    whole = axis == 1 and planes_of(kind) > 1
+    if whole:
+        found = _as_it_lies("float32", *lies, lambda turned: (32, 64 if turned else block))
         if found is not None:
-            return Factor(found[0], Slot(name), found[1], int(places > 1), 0, inside=True)
+            return Factor(found[0], Slot(name), found[1], int(places > 1), 0)
     # a copy: along its contiguous axis, where it may
     copy = Slot(f"{name} copy")
     turned = kind != "tf32" and (own == 1 or (deep != 1 and abs(own) < abs(deep)))
     outer, inner = (product.k, long) if turned else (long, product.k)
     parts, dtype = planes_of(kind), {"tf32": "float32"}.get(kind, kind)
     if parts > 1:
-        dtype = "bfloat16"
-    if kind == "tf32":
+        parts, dtype = (1, "float32") if whole else (parts, "bfloat16")
+    if dtype == "float32":
         shape = (long, product.k) if axis == 1 else (product.k, long)
-        if not layouts.fits(shape, places, 3 - axis):
+        contiguous = axis if turned else 3 - axis
+        if not layouts.fits(shape, places, contiguous):
             return None
         launch, laid, _ = layouts.laid_out(
-            operand, shape, places, 3 - axis, Slot(name), copy, tf32=True
+            operand, shape, places, contiguous, Slot(name), copy, tf32=kind == "tf32", shared=True
         )
-        pitch = laid.strides[axis]
+        pitch = laid.strides[3 - contiguous]
     else:
         # at least what a thread of `convert` writes, 8 values
         pitch = tiling.pitch(inner, 2)
@@ -125,7 +119,7 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
             return None
         launch = converted
     strides = pitch, outer * pitch
-    box = box_of(turned, block, long, kind)
+    box = (32, 64 if turned else block) if whole else box_of(turned, block, long, kind)
     made = TensorMap(dtype, (inner, outer, places * parts), strides, box)
     return Factor(turned, copy, made, int(places > 1), places if parts > 1 else 0, (launch,))
 
@@ -146,26 +140,17 @@ def _as_it_lies(
     return None
 
 
-def splits_inside(product: Product, kind: str) -> bool:
-    """Return whether the kernel should make the parts of X itself.
-
-    Not beside column sums, whose place in shared memory would cost it the second stage.
-    """
-    p, split = product, PRODUCTS.get(kind, 0)
-    if not (INSIDE and split) or p.sums or p.x1 is not None or p.has_two_sums:
-        return False
-    places = p.places if p.x.strides[0] else 1
-    return hopper_inside(p.m, p.n, p.k, places, p.places, split)
-
-
 def box_of(turned: bool, block: int, long: int, kind: str) -> tuple[int, int]:
     """Elements of a box: a row has 128 bytes (64 where a block of Y is narrower).
 
     Rows that no operand has are not asked for: the engine takes as long for a row that it fills
-    with zeros.  What they hold instead reaches no row of the result that is stored.
+    with zeros.  What they hold instead reaches no row of the result that is stored.  (In parts it
+    would have a kernel make a sum again that is no number.)
     """
     if turned:
         return min(64, block), 64
+    if planes_of(kind) > 1:
+        return 64, block
     return (32 if kind == "tf32" else 64), min(block, -(-long // 8) * 8)
 
 

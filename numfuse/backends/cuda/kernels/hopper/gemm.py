@@ -9,11 +9,10 @@ result, or a part of its K) after the other.  Its threads have two roles:
 
 - warp group 0, of which one thread acts, is the producer: it asks the copy engine (TMA) for slices
   of X and Y, 128 bytes of K at a time, into a ring of stages in shared memory (of operands in three
-  parts, a stage has a slice of each). Where X comes as float32, all of the group make its parts
-  (`producer`);
+  parts, a stage has 64 numbers of K: of X as float32, of Y a slice of each part);
 - one or two consumer warp groups of 128 threads multiply slices as they arrive (`mainloop`: wgmma,
-  accumulators in registers) and finish the block (`epilogue`: the formula, column sums, store; of
-  integers `residues.store`).
+  accumulators in registers; of operands in parts they make those of X) and finish the block
+  (`epilogue`: the formula, column sums, store; of integers `residues.store`).
 
 Two mbarriers a stage connect them: `full` (the copy engine has written it) and `empty` (every
 consumer has read it).  In the "cooperative" schedule each consumer has 64 rows of one block; in
@@ -65,10 +64,11 @@ from numfuse.backends.cuda.kernels.hopper.epilogue import (
     sum_columns,
 )
 from numfuse.backends.cuda.kernels.hopper.mainloop import (
+    multiply_parts,
     multiply_slices,
-    multiply_split,
+    place_of,
 )
-from numfuse.backends.cuda.kernels.hopper.producer import produce, produce_parts, unit_at
+from numfuse.backends.cuda.kernels.hopper.producer import produce, unit_at
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Unit, Work
 from numfuse.backends.cuda.kernels.residues.store import store_residues
 
@@ -86,7 +86,7 @@ def gemm(
     """The kernel: barriers, then each group its role.
 
     Addresses are in bytes, strides in elements.  `slice_bytes`: what the copy engine brings to a
-    stage; fewer than it has where X has fewer rows than a block, or is split here.
+    stage; fewer than it has where X has fewer rows than a block.
     """
     # at a multiple of 1024, the bytes after which the copy engine's swizzle repeats
     shared = dynamic_shared() + 0
@@ -108,9 +108,9 @@ def gemm(
             map_prefetch(second.pre_map)
         full = shared + FULL_AT
         for s in range(STAGES):
-            barrier_init(full + 8 * s, WRITERS)
+            barrier_init(full + 8 * s, 1)
             barrier_init(full + 8 * STAGES + 8 * s, READERS)
-        for s in range(2 * BUFFERS + 2 + SLABS):
+        for s in range(2 * BUFFERS + 2):
             barrier_init(full + 16 * STAGES + 8 * s, 1)
         barrier_fence()
     block_barrier()
@@ -120,9 +120,7 @@ def gemm(
     if thread < 128:
         if CONSUMERS == 2:
             registers_few()
-        if SPLITS_X:
-            produce_parts(x, y, shared, work, slice_bytes)
-        elif thread == 0:
+        if thread == 0:
             produce(x, y, second, shared, work, slice_bytes)
     else:
         if CONSUMERS == 2:
@@ -183,7 +181,8 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
     total = acc
     if PLANES > 1:
         total = cuda.local.array(VALUES, types.float32)
-        low = cuda.local.array(VALUES, types.float32)
+        first = 0 if PING_PONG else 64 * consumer
+        place = place_of(thread, first + 16 * (thread >> 5) + ((thread & 31) >> 2))
     staging = shared + STAGING_AT + consumer * OWN_STAGING
     biases = shared + BIAS_AT
     if PING_PONG:
@@ -221,11 +220,9 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
                 else:
                     ahead[i] = load_bias(biases_at, column, work.n, ends.bias.column)
         if PLANES > 1:
-            # nothing of the block before, so its epilogue has these registers; the waits, for
-            # nothing, keep the compiler from setting them among the products
-            CLEAR(low)
+            # nothing of the block before, so its epilogue has these registers; the wait, for
+            # nothing, keeps the compiler from setting them among the products
             CLEAR(acc)
-            MULTIPLY_WAIT(low)
             MULTIPLY_WAIT(acc)
         if PING_PONG:
             barrier_wait(turn + 8 * consumer, turn_parity)
@@ -233,8 +230,8 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
         x_offset = 0 if PING_PONG else 8192 * consumer
         next_turn = turn + 8 - 8 * consumer
         if PLANES > 1:
-            stage, parity = multiply_split(
-                low, acc, total, shared, x_offset, stage, parity, count, next_turn, leader
+            stage, parity = multiply_parts(
+                acc, total, shared, place, stage, parity, count, next_turn, leader, consumer
             )
         else:
             stage, parity = multiply_slices(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda.compile.engines import multiply, multiply_wait
+from numfuse.backends.cuda.compile.engines import multiply, multiply_registers, multiply_wait
 from numfuse.backends.cuda.compile.intrinsics import HALVES
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, types
@@ -27,12 +27,8 @@ DEPTHS = {"tf32": 32, "int8": 128}
 #: Parts of bfloat16 of a float32, and the products of these that are summed: all of the same or a
 #: larger size than those that are left out.
 PARTS, PRODUCTS = {"bf16x6": 3, "bf16x3": 2}, {"bf16x6": 6, "bf16x3": 3}
-#: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
-PROMOTE = 4
 #: Bytes behind the stages: mbarriers.
 EXTRA_BYTES = 256
-#: A square of 64 numbers of X, as float32.
-SLAB_BYTES = 64 * 64 * 4
 
 
 #: What every formula takes: two sums and two biases, and behind them the residual or grad.
@@ -76,8 +72,6 @@ class Gemm:
     woven: bool = False
     woven_out: bool = False
     formula: Formula = SUM
-    #: Whether X comes as float32, and its parts are made by the producer's group.
-    splits_x: bool = False
     #: Of "residues": a place's number modulo their count chooses one.
     moduli: tuple[int, ...] = ()
 
@@ -88,8 +82,7 @@ class Gemm:
     def __str__(self) -> str:
         layout = f"{'t' if self.x_turned else 'n'}{'t' if self.y_turned else 'n'}"
         woven = " woven" * self.woven
-        inside = " split inside" * self.splits_x
-        return f"wgmma {self.operands} {layout} {self.tile}{woven}{inside} -> {self.out}"
+        return f"wgmma {self.operands} {layout} {self.tile}{woven} -> {self.out}"
 
     @property
     def columns(self) -> int:
@@ -112,7 +105,7 @@ class Gemm:
 
     @property
     def planes(self) -> int:
-        """Parts of an operand."""
+        """Parts of an operand; of several, only Y's are in shared memory."""
         return planes_of(self.operands)
 
     @property
@@ -121,13 +114,18 @@ class Gemm:
         return self.tile.halves * self.tile.block_n // 2
 
     @property
+    def x_bytes(self) -> int:
+        """Bytes of a slice of X: lines of 128, or 64 float32 of each row."""
+        return self.tile.block_m * (256 if self.planes > 1 else 128)
+
+    @property
     def plane_bytes(self) -> int:
-        """Bytes of a slice of K in both operands."""
-        return (self.tile.block_m + self.tile.block_n) * 128
+        """Bytes of a slice of Y, or of a part of it."""
+        return self.tile.block_n * 128
 
     @property
     def stage_bytes(self) -> int:
-        return self.planes * self.plane_bytes
+        return self.x_bytes + self.planes * self.plane_bytes
 
     @property
     def staged(self) -> bool:
@@ -187,23 +185,14 @@ class Gemm:
         return 2 * self.bias_bytes * (2 if self.tile.ping_pong else 1)
 
     @property
-    def _slabs(self) -> int:
-        """Squares of 64 numbers that a slice of X has where it is split inside."""
-        return self.tile.block_m // 64 if self.splits_x else 0
-
-    @property
     def stages(self) -> int:
-        others = self.staging_bytes + self._biases + SLAB_BYTES * self._slabs
+        others = self.staging_bytes + self._biases
         return min(MOST_STAGES, (SHARED_BYTES - EXTRA_BYTES - others) // self.stage_bytes)
 
-    # where in shared memory slabs, staging, biases and mbarriers begin, behind the stages
-    @property
-    def _slabs_at(self) -> int:
-        return self.stages * self.stage_bytes
-
+    # where in shared memory staging, biases and mbarriers begin, behind the stages
     @property
     def staging_at(self) -> int:
-        return self._slabs_at + SLAB_BYTES * self._slabs
+        return self.stages * self.stage_bytes
 
     @property
     def bias_at(self) -> int:
@@ -226,23 +215,17 @@ class Gemm:
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
             " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums"
             " columns two_terms two_sums two_rights two_biases bias1 pre pre1 woven woven_out"
-            " y_columns splits_x",
+            " y_columns x_bytes",
         )
         b |= {
             "DEPTH": DEPTHS.get(self.operands, 64),
             "READERS": 1 if t.ping_pong else t.consumers,
-            # who has written a stage: the copy engine, and the group that splits X
-            "WRITERS": 1 + self.splits_x,
-            "SLABS": self._slabs,
-            "SLABS_AT": self._slabs_at,
             # 2^32 / STAGES: exact quotients up to 2^28
             "PER_STAGE": -(-(1 << 32) // self.stages),
-            "X_BYTES": t.block_m * 128,
             "Y_BOX": self._y_box,
             # sums of a thread for 8 columns of the result; from one of an element to the other
             "EACH": 8 if self.woven else 4,
             "PARTNER": 1 if self.woven else t.block_n // 4,
-            "PROMOTE": PROMOTE,
             "BIASES": max(1, self._lines // 128),
             "OWN_STAGING": self.staging_bytes // t.consumers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self._staged_pieces,
@@ -262,7 +245,7 @@ class Gemm:
         }
         b |= store_bindings(self.moduli, 64, t.block_n)
         half = "bfloat16" if self.planes > 1 else self.operands
-        if self.splits_x:
+        if self.planes > 1:
             b |= parts.bindings()
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
@@ -285,12 +268,24 @@ class Gemm:
         # bytes of K (or of 16 rows of K) from one instruction to the next
         steps = (2048 if self.x_turned else 32, 32 * box if self.y_turned else 32)
         turned, high = (int(self.x_turned), int(self.y_turned)), (x_high, y_high)
-        return {
+        found = {
             "X_DESCRIPTOR": x_low,
             "Y_DESCRIPTOR": y_low,
-            "MULTIPLY": multiply(t.block_n, t.halves, kind, turned, steps, 8192, high),
+            "Y_STEP": steps[1] >> 4,
             "MULTIPLY_WAIT": multiply_wait(self.values, kind),
         }
+        if self.planes == 1:
+            made = multiply(t.block_n, t.halves, kind, turned, steps, 8192, high)
+            return found | {"MULTIPLY": made}
+        # words of X's parts, and which of Y's they are multiplied by: the smallest products first
+        pairs = [(i, j) for i in range(self.planes) for j in range(self.planes - i)]
+        low = [(4 * i, j * self.plane_bytes) for i, j in sorted(pairs[1:], key=sum, reverse=True)]
+        every = [(4 * s, s * steps[1]) for s in range(4)]
+        for name, products in (
+            ("MULTIPLY_LOW", low), ("MULTIPLY_HIGH", every), ("MULTIPLY_TOP", every[:1]),
+        ):  # fmt: skip
+            found[name] = multiply_registers(t.block_n, products, self.y_turned, y_high)
+        return found
 
     @property
     def schema(self) -> Schema:

@@ -5,10 +5,19 @@
 # ruff: noqa: F821
 from __future__ import annotations
 
+from numfuse.backends.cuda.compile.accesses import shared_load2_f32, shared_load_f32
 from numfuse.backends.cuda.compile.engines import multiply_wait1
-from numfuse.backends.cuda.compile.intrinsics import barrier_arrive, barrier_wait
+from numfuse.backends.cuda.compile.intrinsics import (
+    barrier_arrive,
+    barrier_wait,
+    fresh,
+    group_any,
+    group_barrier,
+)
 from numfuse.backends.cuda.compile.scalars import is_finite, select
+from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.hopper.parts import split, split_carefully
 
 
 def next_stage(stage, parity):
@@ -56,57 +65,111 @@ def multiply_slices(acc, shared, x_offset, stage, parity, count, next_turn, lead
     return stage, parity
 
 
-def multiply_split(low, high, total, shared, x_offset, stage, parity, count, next_turn, leader):
-    """total = the sum of the six (of two planes, three) products of each of `count` slices, of
-    which a stage has all planes, from `stage` on; the stage behind them.  Turns as in
-    `multiply_slices`.
+def place_of(thread, row):
+    """Where a thread's numbers of X begin in a slice, of which its first row is `row`.
 
-    A plane that is in shared memory is used two or three times: one product after the other, each
-    over all of K, would take twice as much from the second-level cache, which is then the limit.
-    The products with a low part have sums of their own, which are small and go on to the end.
-    That of the high parts holds no more than PROMOTE slices at a time and is added to `total`: the
-    tensor cores add with fewer bits than float32 has, a float32 addition does not.
+    Its fragment of 16 of K (9.7.15.5.1.1.1) has numbers 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, for t
+    the thread's number modulo 4, of this row and of the one eight behind it.  The copy engine
+    exchanges pieces of 16 bytes of a line of 128 by the line's number modulo 8.
+    """
+    t = thread & 3
+    if X_TURNED:  # lines are 32 rows of X
+        piece = ((row & 31) >> 2) ^ (2 * t)
+        place = (row >> 5) * 8192 + 256 * t + 16 * piece + 4 * (row & 3)
+    else:  # lines are 32 numbers of K
+        place = row * 128 + 16 * ((t >> 1) ^ (row & 7)) + 8 * (t & 1)
+    return place
+
+
+def load_fragment(v, slice_at, place, s):
+    """A thread's numbers of the s-th 16 of K of a slice of X, as `split` takes them."""
+    for h in unrolled(2):
+        if X_TURNED:
+            for r in unrolled(2):
+                for c in unrolled(2):
+                    at = slice_at + (place ^ (16 * c + 32 * r)) + 128 * c
+                    v[4 * h + 2 * r + c] = shared_load_f32(at + 1024 * h + 2048 * s)
+        else:
+            at = slice_at + (place ^ (32 * h + 64 * (s & 1))) + (s >> 1) * (BLOCK_M * 128)
+            v[4 * h], v[4 * h + 1] = shared_load2_f32(at)
+            v[4 * h + 2], v[4 * h + 3] = shared_load2_f32(at + 1024)
+
+
+def multiply_parts(acc, total, shared, place, stage, parity, count, next_turn, leader, group):
+    """total = the sum of the six (of two planes, three) products of each of `count` slices, from
+    `stage` on; the stage behind them.  Turns as in `multiply_slices`.
+
+    A stage has X as float32, of which a thread makes the parts of its own numbers in registers,
+    where wgmma takes them, while the products of those before are made; and all planes of Y.  The
+    products with a low part come first, as long as a sum is small: the tensor cores add with fewer
+    bits than float32 has, and lose as many as there are high parts to add, four for a slice.  That
+    is added to `total`, in float32.
     """
     full = shared + FULL_AT
     empty = full + 8 * STAGES
-    before = stage
-    NEXT_PLANE = PLANE_BYTES >> 4
-    LAST = PLANES - 1
+    v = cuda.local.array(8, types.float32)
+    words = cuda.local.array(4 * PLANES, types.int32)
+    high = cuda.local.array(16, types.int32)
     CLEAR(total)
     done = 0
     while done < count:
         barrier_wait(full + 8 * stage, parity)
-        x, y = descriptors(shared, stage, x_offset)
-        MULTIPLY(low, x, y + LAST * NEXT_PLANE, True)
-        if done > 0:
-            # with that one on its way, those of the slice before are done
-            multiply_wait1()
-            barrier_arrive(empty + 8 * before, leader)
-        if PLANES == 3:
-            MULTIPLY(low, x + 2 * NEXT_PLANE, y, True)
-            MULTIPLY(low, x + NEXT_PLANE, y + NEXT_PLANE, True)
-            MULTIPLY(low, x, y + NEXT_PLANE, True)
-        MULTIPLY(low, x + NEXT_PLANE, y, True)
-        MULTIPLY(high, x, y, (done & (PROMOTE - 1)) != 0)
-        before = stage
+        x_at = shared + stage * STAGE_BYTES
+        y = Y_DESCRIPTOR | (((x_at + X_BYTES) & 0x3FFFF) >> 4)
+        for s in unrolled(4):
+            load_fragment(v, x_at, place, s)
+            split(v, words)
+            MULTIPLY_LOW(acc, words, y + s * Y_STEP, s > 0)
+            for i in unrolled(4):
+                high[4 * s + i] = words[i]
+        MULTIPLY_HIGH(acc, high, y, True)
         done += 1
+        if PING_PONG:
+            barrier_arrive(next_turn, leader & (done == count))
+        MULTIPLY_WAIT(acc)
+        bad = False
+        for i in unrolled(VALUES):
+            bad = bad | (not is_finite(acc[i]))
+        # all of the group have read X, too
+        if group_any(4 + group, 128, bad) != 0:
+            add_carefully(acc, total, x_at, place, y)
+            group_barrier(4 + group, 128)
+        else:
+            ADD(total, acc)
+        barrier_arrive(empty + 8 * stage, leader)
         stage, parity = next_stage(stage, parity)
-        if (done & (PROMOTE - 1)) == 0 and done < count:
-            # (the compiler lets nothing read a sum while another one is on its way)
-            MULTIPLY_WAIT(low)
-            MULTIPLY_WAIT(high)
-            ADD(total, high)
-    if PING_PONG:
-        barrier_arrive(next_turn, leader)
-    MULTIPLY_WAIT(low)
-    MULTIPLY_WAIT(high)
-    barrier_arrive(empty + 8 * before, leader)
-    ADD(total, high)
-    # where a low part is no number (of an infinity) or its product overflows, the high parts'
-    # product alone has IEEE's infinity or NaN
-    for i in unrolled(VALUES):
-        total[i] = total[i] + finite(low[i])
     return stage, parity
+
+
+def add_carefully(acc, total, x_at, place, y):
+    """total += a slice's products, some of which are no numbers.
+
+    Of an infinity or NaN, or where a low part's product overflows, the high parts' product alone
+    has what IEEE says.  Elements that are numbers are those of every other slice.
+    """
+    v = cuda.local.array(8, types.float32)
+    words = cuda.local.array(4 * PLANES, types.int32)
+    wrong = cuda.local.array(2, types.int32)
+    wrong[0], wrong[1] = 0, 0
+    for i in unrolled(VALUES):
+        wrong[i // 32] |= (not is_finite(acc[i])) << (i % 32)
+        total[i] += finite(acc[i])
+    # (so that the compiler keeps two words, and not 64 truths)
+    wrong[0], wrong[1] = fresh(wrong[0]), fresh(wrong[1])
+    # the low parts' products first. (One loop for both: two would want other registers for acc.)
+    for whole in range(2):
+        for s in range(4):
+            load_fragment(v, x_at, place, s)
+            split_carefully(v, words)
+            if whole:
+                MULTIPLY_TOP(acc, words, y + s * Y_STEP, s > 0)
+            else:
+                MULTIPLY_LOW(acc, words, y + s * Y_STEP, s > 0)
+            MULTIPLY_WAIT(acc)
+        for i in unrolled(VALUES):
+            counts = (whole != 0) | is_finite(acc[i])
+            counts = counts & (((wrong[i // 32] >> (i % 32)) & 1) != 0)
+            total[i] += select(counts, acc[i], ZERO)
 
 
 def finite(x):

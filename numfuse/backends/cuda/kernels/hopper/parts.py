@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda.compile.intrinsics import HALVES, select
+from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.unroll import unrolled
 
 
 def nearest(x):
@@ -33,6 +35,35 @@ def high_part(x):
 def rest(x, part):
     """Return what `part` leaves of x, exactly; 0 if x is an infinity or not a number."""
     return select(x - part, ZERO, (x >= -MAXIMUM) & (x <= MAXIMUM))
+
+
+def split(v, words):
+    """Make the parts of eight numbers, two in a word: all first ones, then all second ones.
+
+    What `high_part` is there for goes wrong here, and makes infinities or NaN in a product.
+    """
+    for p in unrolled(PLANES):
+        for i in unrolled(4):
+            words[4 * p + i] = PACK(v[2 * i], v[2 * i + 1])
+            if p < PLANES - 1:
+                v[2 * i] -= LOW(words[4 * p + i])
+                v[2 * i + 1] -= HIGH(words[4 * p + i])
+
+
+def split_carefully(v, words):
+    """The same with `high_part`."""
+    part = cuda.local.array(8, types.float32)
+    for i in unrolled(8):
+        part[i] = high_part(v[i])
+        v[i] = rest(v[i], part[i])
+    for i in unrolled(4):
+        words[i] = PACK(part[2 * i], part[2 * i + 1])
+    for p in unrolled(PLANES - 1):
+        for i in unrolled(4):
+            words[4 * p + 4 + i] = PACK(v[2 * i], v[2 * i + 1])
+            if p < PLANES - 2:
+                v[2 * i] -= LOW(words[4 * p + 4 + i])
+                v[2 * i + 1] -= HIGH(words[4 * p + 4 + i])
 
 
 def bindings() -> dict[str, Any]:

@@ -155,11 +155,12 @@ def plan_with(
     out = product.out
     ways = _ways(product, out, min(64, columns))
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
-    slice_bytes = gemm.planes * sum(
-        64 * b * 2 if f.turned else 128 * f.map.box[1]
-        for f, b in ((x, tile.block_m), *[(y, gemm.y_columns)] * (1 + gemm.two_rights))
-        if not f.inside
-    )
+    slice_bytes = gemm.stage_bytes
+    if gemm.planes == 1:
+        slice_bytes = sum(
+            64 * b * 2 if f.turned else 128 * f.map.box[1]
+            for f, b in ((x, tile.block_m), *[(y, gemm.y_columns)] * (1 + gemm.two_rights))
+        )
     there = {name: Fetched(Derived(f.slot, f.map), f.places, f.plane) for name, f in found.items()}
     maps = {
         name: Derived(Slot(name), made) if made else 0
@@ -291,7 +292,6 @@ def _gemm(
         two_sums=product.has_two_sums,
         woven=product.woven,
         woven_out=woven_out,
-        splits_x=x.inside,
         pre_half=pre is not None and pre.dtype in HALF,
         # short: the sums themselves are good to some units in the last place
         formula=formula(

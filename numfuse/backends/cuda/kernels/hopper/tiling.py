@@ -44,37 +44,36 @@ class HopperTile:
 #: each slice of Y (a cluster, each fetching half of it for both) changed nothing: 0.97-1.00.
 HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 256, 2, False), 1080),
-    (HopperTile(128, 128, 2, True), 570),
-    (HopperTile(128, 128, 2, False), 580),
-    (HopperTile(128, 64, 2, False), 400),
-    (HopperTile(64, 128, 1, False), 330),
-    (HopperTile(64, 64, 1, False), 200),
-    (HopperTile(64, 32, 1, False), 220),
+    (HopperTile(128, 128, 2, True), 558),
+    (HopperTile(128, 128, 2, False), 565),
+    (HopperTile(128, 64, 2, False), 440),
+    (HopperTile(64, 128, 1, False), 340),
+    (HopperTile(64, 64, 1, False), 245),
+    (HopperTile(64, 32, 1, False), 305),
 )
-#: The same for six products of bfloat16 parts, of which a thread has three sets of accumulators:
-#: cycles of all six (of three products, half of them: no GPU has timed these). Measured with their
-#: splits, in microseconds, 128 x 128 cooperative / 64 x 128 ping-pong, forward with gelu:
-#: (65536,512,512) 386 / 384 (backward 1121 / 1090), (4096,1024,4096) 301 / 320, 4096 cubed
-#: 1116 / 1203, 1024 cubed 48 / 36.
+#: The same for six products of bfloat16 parts, of which a thread has two sets of accumulators, with
+#: the time in which it makes its own parts (of three products, half of them: no GPU has timed
+#: these). Only two groups by turns hide that. Forward with gelu on an H200, 128 x 128 cooperative /
+#: 64 x 128 ping-pong: (65536,512,512) 310 / 369, 4096 cubed 1077 / 1441, 1024 cubed 42 / 34.
 HOPPER_SPLIT_TILES: tuple[tuple[HopperTile, int], ...] = (
-    (HopperTile(128, 128, 2, False), 3480),
-    (HopperTile(64, 128, 2, True), 1840),
-    (HopperTile(128, 64, 2, False), 2400),
-    (HopperTile(64, 128, 1, False), 1980),
-    (HopperTile(64, 64, 1, False), 1200),
-    (HopperTile(64, 32, 1, False), 1320),
+    (HopperTile(128, 128, 2, False), 3700),
+    (HopperTile(64, 128, 2, True), 2440),
+    (HopperTile(128, 64, 2, False), 2600),
+    (HopperTile(64, 128, 1, False), 2520),
+    (HopperTile(64, 64, 1, False), 1700),
+    (HopperTile(64, 32, 1, False), 1400),
 )
 #: Cycles that an element of the result costs at the end, with and without an activation, where two
 #: groups of threads work on it; and where another group multiplies meanwhile (ping-pong): what is
 #: taken away from that.
-HOPPER_FINISH = (0.24, 0.15)
+HOPPER_FINISH = (0.24, 0.09)
 HOPPER_HIDDEN = (0.10, 0.05)
 #: And of a result whose rows are not aligned to 16 bytes, and so stored value by value; nothing
 #: hides that. (By way of an array with aligned rows and a launch that copies (4095,4097,4099) takes
 #: 315 microseconds forward and 796 backward, not 288 and 736.)
-HOPPER_ROWS = 0.65
+HOPPER_ROWS = 0.25
 #: Cycles from a launch to its first product, and from its last to the end.
-HOPPER_START = 2500
+HOPPER_START = 3000
 #: Bytes a cycle that all multiprocessors together move to and from memory.
 HOPPER_BYTES = 2300
 #: Slices of K of one part, at the least: the pipeline has to fill.
@@ -88,28 +87,18 @@ HOPPER_COPY, HOPPER_COPY_K = 1 << 22, 128
 #: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
 #: are reached (a sixth of that for six products), its memory; and seconds of a launch.
 HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
-#: What a float32 product loses by a left factor that is split inside, as a count of shared memory's
-#: cycles has it (docs/cuda.md; no GPU has timed it), and rows of one, at the least.
-HOPPER_INSIDE, HOPPER_INSIDE_ROWS = 0.1, 256
 
 
 def hopper_splits(
     m: int, n: int, k: int, x_places: int, y_places: int, places: int, split: int
 ) -> bool:
-    """Whether a float32 product is worth the copies that tensor cores need: six bytes of parts (or
-    four of tf32 and of three products) for each element that is read."""
+    """Whether a float32 product is worth the copies that tensor cores need: of Y six bytes of parts
+    (four of three products) for each element that is read; of tf32 four, of X as well."""
     strict = 2 * m * n * k * places / HOPPER_CORES
-    copied = (m * k * x_places + k * n * y_places) * (10 if split == 6 else 8)
+    x_bytes, y_bytes = {6: (4, 10), 3: (4, 8)}.get(split, (8, 8))
+    copied = m * k * x_places * x_bytes + k * n * y_places * y_bytes
     rate = HOPPER_TENSORS / (split or 2)
     return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
-
-
-def hopper_inside(m: int, n: int, k: int, x_places: int, places: int, split: int) -> bool:
-    """Whether the kernel of a float32 product should make the parts of X itself: where a launch
-    before, that reads X and writes them, takes longer than what they cost inside."""
-    copied = m * k * x_places * (10 if split == 6 else 8) / HOPPER_MEMORY
-    product = 2 * m * n * k * places * split / HOPPER_TENSORS
-    return copied > HOPPER_INSIDE * product and m >= HOPPER_INSIDE_ROWS
 
 
 #: Cycles, a tile, and the number of parts of K.

@@ -1,7 +1,7 @@
-"""Products of float32 by parts that Hopper's kernel makes itself, run in Python.
+"""Products of float32 by parts, of which Hopper's kernel makes those of X itself, run in Python.
 
-Guards: docs/cuda.md, a left factor that is split inside has the bits of one that a launch before
-splits, infinities, NaN and subnormals among them; and no thread waits for ever.
+Guards: docs/cuda.md, a left factor is read as it lies; infinities, NaN and subnormals in it give
+what IEEE says and change nothing beside them; and no thread waits for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ try:
 
     from numfuse.backends.cuda.compile.schema import Schema
     from numfuse.backends.cuda.kernels.hopper import gemm
-    from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile, hopper_inside
+    from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile
     from numfuse.backends.cuda.plan.product import Operand, Product
 
     tier = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
@@ -33,7 +33,7 @@ if SIMULATED:
     pytest.skip("the simulator has no tensor cores", allow_module_level=True)
 
 SMALL = replace(HOPPER, multiprocessors=2)
-#: What the first part of a number is not simply its nearest, and what has less than three parts.
+#: What has no nearest number for its first part, and what has less than three parts.
 SPECIAL = np.array(
     [np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 3.39e38, 1e-45, -3e-40, 1e-38, -0.0, 0.0, 2.0**-134],
     np.float32,
@@ -82,60 +82,42 @@ def run(plan, arrays):
         ("bf16x3", HopperTile(64, 32, 1, False), (3, 5, 200), False, 2),
     ],
 )
-def test_parts_made_inside_have_the_bits_of_a_launch_before(
+def test_a_left_factor_is_read_as_it_lies_and_multiplied_in_parts(
     kind, tile, sizes, turned, parts, monkeypatch
 ):
     m, n, k = sizes
     rng = np.random.default_rng(k)
-    a = rng.standard_normal((m, k)).astype(np.float32)
-    a[1, : len(SPECIAL)] = rng.permutation(SPECIAL)
-    a[2, -len(SPECIAL) :] = np.where(np.isfinite(SPECIAL), SPECIAL, 1) * np.float32(1e-3)
-    x, y = memory(a.T if turned else a), memory(rng.standard_normal((k, n)).astype(np.float32))
-    results = []
-    for inside in (True, False):
-        monkeypatch.setattr(factors, "splits_inside", lambda *_, inside=inside: inside)
+    a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    outs = []
+    for special in (False, True):
+        if special:
+            a[1, : len(SPECIAL)] = rng.permutation(SPECIAL)
+            a[2, -len(SPECIAL) :] = np.where(np.isfinite(SPECIAL), SPECIAL, 1) * np.float32(1e-3)
+        x, y = memory(a.T if turned else a), memory(b)
         made, out = product(x, y, m, n, k, kind, turned)
         plan = tier.plan_with(made, kind, SMALL, tile, parts)
-        copied = [x.makes[0] for x in plan.launches if x.makes]
-        assert copied == (["y copy"] if inside else ["x copy", "y copy"])
+        assert [x.makes[0] for x in plan.launches if x.makes] == ["y copy"]
         run(plan, {"x": x, "y": y, "out": out})
-        results.append(out[:, :n])
-    assert np.array_equal(*results, equal_nan=True)
-    ordinary = np.r_[0, 3:m] if m > 3 else [0]
-    exact = a[ordinary].astype(float) @ y[:, :n].astype(float)
-    size = abs(a[ordinary].astype(float)) @ abs(y[:, :n].astype(float))
+        outs.append(out[:, :n])
+    # an infinity changes nothing in the rows beside it
+    others = np.r_[0, 3:m] if m > 3 else [0]
+    assert np.array_equal(outs[0][others], outs[1][others])
+    exact, size = a.astype(float) @ b.astype(float), abs(a.astype(float)) @ abs(b.astype(float))
+    finite = np.isfinite(exact)
+    assert finite[others].all() and not finite[1].any()
+    assert np.array_equal(outs[1][~finite], exact[~finite].astype(np.float32), equal_nan=True)
     lost = 2.0**-23 if kind == "bf16x6" else 2.0**-15
-    assert (abs(results[0][ordinary] - exact) <= (lost + (k + 80) * 2.0**-24) * size).all()
+    error, bound = abs(outs[1] - exact), (lost + (k + 80) * 2.0**-24) * size + 2.0**-126
+    assert (error[finite] <= bound[finite]).all()
 
 
-def test_a_stage_is_promised_what_the_copy_engine_brings(monkeypatch):
-    monkeypatch.setattr(factors, "splits_inside", lambda *_: True)
+def test_a_left_factor_of_any_other_layout_is_copied_and_not_split():
     x, y = np.empty((512, 128), np.float32), np.empty((128, 128), np.float32)
-    made, _ = product(x, y, 512, 128, 128, "bf16x6", False)
-    (_, launch) = tier.plan_with(made, "bf16x6", HOPPER, HopperTile(128, 128, 2, False), 1).launches
+    made, _ = product(x, y, 512, 127, 128, "bf16x6", False)
+    made = replace(made, x=Operand("float32", (0, 127, 1), 4), k=127)
+    launches = tier.plan_with(made, "bf16x6", HOPPER, HopperTile(128, 128, 2, False), 1).launches
+    kept = {launch.makes[0]: launch.makes[1] for launch in launches if launch.makes}
+    assert kept == {"x copy": 512 * 128 * 4, "y copy": 3 * 127 * 128 * 2}
     at = Schema(gemm.gemm).names.index("slice_bytes")
-    assert launch.arguments[at] == 3 * 128 * 64 * 2  # Y's planes; X's are written by threads
-
-
-@pytest.mark.parametrize("split", [6, 3])
-def test_long_factors_of_few_columns_are_split_inside(split):
-    assert hopper_inside(65536, 512, 512, 1, 1, split)
-    assert not hopper_inside(4096, 8192, 4096, 1, 1, split)  # the product is all of the time
-    assert not hopper_inside(128, 512, 65536, 1, 1, split)  # few rows: a launch is as good
-
-
-def test_only_what_has_room_for_two_stages_is_split_inside(monkeypatch):
-    monkeypatch.setattr(factors, "INSIDE", True)
-    factor = Operand("float32", (0, 512, 1), 16)
-    made = Product(
-        65536, 512, 512, 1, factor, factor, factor, "float32", epilogue=sum_of_terms(0),
-        precision="bf16x6",
-    )  # fmt: skip
-    assert factors.splits_inside(made, "bf16x6")
-    assert not factors.splits_inside(replace(made, sums=True), "bf16x6")
-    assert not factors.splits_inside(made, "tf32")
-    for tile in (HopperTile(128, 128, 2, False), HopperTile(64, 128, 2, True)):
-        plan = tier.plan_with(made, "bf16x6", HOPPER, tile, 1)
-        launch = plan.launches[-1]
-        assert "split inside" in launch.kernel.name and launch.shared_bytes <= 232448
-        assert "2 stages" in str(plan.tiling)
+    assert launches[-1].arguments[at] == 128 * 64 * 4 + 3 * 128 * 64 * 2
