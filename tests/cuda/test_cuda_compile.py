@@ -702,7 +702,7 @@ CASES = [
     taken("wgmma f16, saved, with an operand", WGMMA,
           scaled(4096, 4096, 512, "float16", (0, 4096, 1), pre="float32"), HOPPER),
     *[
-        taken(f"wgmma bf16, two sums, {' '.join(results)}{n}", WGMMA,
+        taken(f"wgmma bf16, two sums, {' '.join(results)}, {n}", WGMMA,
               gated(m, n, 2048, "bfloat16", results=results, biases=n > 2048), HOPPER,
               ("cp.async.bulk.tensor.3d.global",))
         for results in (("out",), ("out", "pre", "pre1")) for m, n in ((8192, 5632), (512, 512))
@@ -710,7 +710,7 @@ CASES = [
     taken("wgmma f16, two sums, gradients", WGMMA,
           gated(8192, 5632, 2048, "float16", results=("out", "pre"), grad=True), HOPPER,
           ("cp.async.bulk.tensor.3d.global",)),
-    *[taken(f"wgmma bf16, alternate columns, {' '.join(results)}{n}{' gradients' if grad else ''}",
+    *[taken(f"wgmma bf16, alternate columns, {' '.join(results)}{' gradients' * grad}, {n}",
             WGMMA, alternate(gated(m, n, 2048, "bfloat16", results=results, grad=grad,
                                    biases=biases)), HOPPER,
             ("cp.async.bulk.tensor.3d.global",) if n % 8 == 0 else ())  # (else a copy comes first)
@@ -756,11 +756,16 @@ CASES = [
 #: Its kernel is assembled by the driver.
 ASKING = "wgmma bf16"
 if not weekly.ALL:
-    # Every word of their names but sizes is met, and every GPU. (All take a core 15 minutes.)
-    WORDS = {
-        case.name: {*re.findall(r"[^\W\d][\w.']+", case.name), case.info.capability}
-        for case in CASES
-    }
+    # Every word of their names but sizes is met, every GPU, and every kind of kernel. (All take a
+    # core 15 minutes and more.)
+    def words(case: Case) -> set[object]:
+        found: set[object] = {*re.findall(r"\b[^\W\d][\w.']+", case.name), case.info.capability}
+        for launch in case.launches:
+            kind, *more = launch.kernel.name.split()
+            found.add((kind, *more[:1]) if kind == "wgmma" else (kind,))
+        return found
+
+    WORDS = {case.name: words(case) for case in CASES}
     CHOSEN = weekly.covering(WORDS) | {ASKING}
     CASES = [case for case in CASES if case.name in CHOSEN]
 
