@@ -2,8 +2,8 @@
 
 Each takes 10 seconds and more of a core, and has most of its text in common with another set of
 parameters of the same test, which every run has. Of the tests in `COVERED`, whose sets of
-parameters take that long together, every run has so many sets that each value is met; so has it
-of the kernels that `test_cuda_compile` compiles, by the words of their names.
+parameters take that long together, every run has so many sets that each value is met; of the
+kernels that `test_cuda_compile` compiles it has every kind.
 """
 
 from __future__ import annotations
@@ -95,12 +95,21 @@ def is_covered(name: str) -> bool:
     return not ALL and name.partition("[")[0] in COVERED
 
 
-def covering(sets: dict[Any, set[Any]]) -> set[Any]:
-    """Return keys whose values are all values: the one that adds most, again and again."""
+def covering(sets: dict[Any, set[Any]], costs: dict[Any, float] | None = None) -> set[Any]:
+    """Return keys whose values are all values: the one that adds most, again and again.
+
+    With `costs`, the one that adds most for what it costs. None is kept that the others make
+    needless.
+    """
+    costs = dict.fromkeys(sets, 1.0) if costs is None else costs
     found, missing = set(), set().union(*sets.values())
     left = dict(sets)
     while missing:
-        best = max(left, key=lambda key: len(left[key] & missing))
+        best = max(left, key=lambda key: len(left[key] & missing) / costs[key])
         missing -= left.pop(best)
         found.add(best)
+    # (in the order of `sets`, as each process of a run has to choose the same)
+    for key in sorted((key for key in sets if key in found), key=lambda key: -costs[key]):
+        if sets[key] <= set().union(*(sets[other] for other in found - {key})):
+            found.remove(key)
     return found

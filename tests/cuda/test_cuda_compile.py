@@ -538,7 +538,8 @@ CASES = [
         for kind in ("bf16x6", "bf16x3")
     ],
     *[
-        Case(f"int8, {count} moduli, {tile}", integers(count, tile, **how).launches[-2:], HOPPER,
+        Case(f"int8, {count} moduli, {tile}{', turned' * ('x_turned' in how)}",
+             integers(count, tile, **how).launches[-2:], HOPPER,
              (f"wgmma.mma_async.sync.aligned.m64n{tile.block_n}k32.s32.s8.s8",))
         for (tile, _), count in zip(HOPPER_TILES[:6], (15, 14, 8, 16, 20, 15), strict=True)
         for how in ({"function": "gelu", "slope": True}, {"x_turned": True, "alignment": 8})
@@ -755,18 +756,32 @@ CASES = [
 
 #: Its kernel is assembled by the driver.
 ASKING = "wgmma bf16"
-if not weekly.ALL:
-    # Every word of their names but sizes is met, every GPU, and every kind of kernel. (All take a
-    # core 15 minutes and more.)
-    def words(case: Case) -> set[object]:
-        found: set[object] = {*re.findall(r"\b[^\W\d][\w.']+", case.name), case.info.capability}
-        for launch in case.launches:
-            kind, *more = launch.kernel.name.split()
-            found.add((kind, *more[:1]) if kind == "wgmma" else (kind,))
-        return found
+#: Seconds of a core that a kernel takes to be compiled, by the first word of its name; others 2.
+SECONDS = {"network": 20, "wgmma": 15, "cores": 5, "few": 5, "mma.sync": 5, "small": 5, "tensor": 5,
+           "vectors": 5}  # fmt: skip
 
-    WORDS = {case.name: words(case) for case in CASES}
-    CHOSEN = weekly.covering(WORDS) | {ASKING}
+
+def _kinds(case: Case) -> set[object]:
+    """The GPU, and of kernels two words of their names, but no dtype where another one is alike."""
+    found: set[object] = {case.info.capability}
+    for launch in case.launches:
+        first, *more = launch.kernel.name.split()
+        words = more if first == "wgmma" else [x for x in more if x.isalpha()]
+        found.add((first, *words[: 2 if first == "network" else 1]))
+    return found
+
+
+def _seconds(case: Case) -> float:
+    names = {launch.kernel.name for launch in case.launches}
+    return sum(SECONDS.get(name.split()[0], 2) for name in names)
+
+
+if not weekly.ALL:
+    # Every kind of kernel, and every GPU. (All take a core 25 minutes.)
+    CHOSEN = weekly.covering(
+        {case.name: _kinds(case) for case in CASES},
+        {case.name: 0.01 if case.name == ASKING else _seconds(case) for case in CASES},
+    )
     CASES = [case for case in CASES if case.name in CHOSEN]
 
 
