@@ -81,6 +81,29 @@ COVERED = frozenset(
     test_d_bias_is_as_accurate_as_a_pairwise_sum
     test_every_activation_to_third_order
     test_results_are_those_of_scikit_learn
+    test_wgsl_text_computes_the_activation
+    test_a_split_product_loads_every_plane_of_a_slice_once_for_each_block
+    test_a_forked_child_may_call_after_its_parent_has
+    test_nan_stays_nan
+    test_the_number_of_threads_in_the_environment_is_respected
+    test_two_sums_meet_in_their_row_and_column
+    test_one_row_for_all_gives_what_its_copies_give
+    test_few_rows_or_columns_have_the_bits_of_many
+    test_set_num_threads_is_respected
+    test_left_out_derivatives_are_traced
+    test_rows_that_lie_apart_are_gathered_block_by_block
+    test_a_value_has_the_bits_of_the_forward
+    test_the_bits_of_a_point_depend_on_it_alone
+    test_a_small_call_has_the_bits_of_a_large_one
+    test_extra_memory_of_a_backward_does_not_grow_with_m
+    test_a_call_whose_d_b_is_strided_is_replayed_and_has_its_bits
+    test_gradients_summed_over_batch_axes_grow_block_by_block
+    test_packed_weights_give_the_bits_of_their_arrays
+    test_products_are_as_accurate_as_those_of_blas
+    test_sums_of_rows_have_the_order_that_is_promised
+    test_njit_functions_serve_a_users_own_kernel
+    test_every_slice_of_k_is_loaded_once_for_each_block
+    test_the_slices_of_a_second_term_follow_those_of_the_first
     """.split()
 )
 

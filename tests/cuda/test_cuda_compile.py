@@ -761,13 +761,17 @@ SECONDS = {"network": 20, "wgmma": 15, "cores": 5, "few": 5, "mma.sync": 5, "sma
            "vectors": 5}  # fmt: skip
 
 
+#: Kernels that are alike but for the name of an instruction, or another term of the same kind.
+ALIKE = {"float16": "bfloat16", "bf16x6": "bf16x3"}
+
+
 def _kinds(case: Case) -> set[object]:
     """The GPU, and of kernels two words of their names, but no dtype where another one is alike."""
     found: set[object] = {case.info.capability}
     for launch in case.launches:
         first, *more = launch.kernel.name.split()
         words = more if first == "wgmma" else [x for x in more if x.isalpha()]
-        found.add((first, *words[: 2 if first == "network" else 1]))
+        found.add((first, *(ALIKE.get(x, x) for x in words[: 2 if first == "network" else 1])))
     return found
 
 
