@@ -47,6 +47,10 @@ BACKENDS = tuple(nf.backends())
 ARRAYS = ("host", "device", "cupy")
 REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split(",")} - {""}
 
+# Compilers make millions of objects, hardly any of them garbage in cycles: to search for it after
+# each 700, as Python does, takes a twentieth of a run.
+gc.set_threshold(50_000, 20, 20)
+
 # Derandomised: the same commit draws the same examples everywhere, and a failure is nobody's luck.
 # HYPOTHESIS_PROFILE=explore draws new ones, many more.
 hypothesis.settings.register_profile(
