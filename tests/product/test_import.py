@@ -44,6 +44,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Every module that an import statement in the file names, inside functions too."""
     return imports_of(ast.walk(ast.parse(path.read_text(encoding="utf-8"))), path)
