@@ -83,6 +83,11 @@ COVERED = frozenset(
     test_d_bias_is_as_accurate_as_a_pairwise_sum
     test_every_activation_to_third_order
     test_results_are_those_of_scikit_learn
+    test_sums_of_any_length_are_off_by_no_more_than_twice_the_cpus
+    test_the_gated_layer_and_all_its_derivatives
+    test_output_fence_is_untouched
+    test_one_to_three_right_factors
+    test_errors_are_within_the_bound
     test_wgsl_text_computes_the_activation
     test_a_split_product_loads_every_plane_of_a_slice_once_for_each_block
     test_a_forked_child_may_call_after_its_parent_has
