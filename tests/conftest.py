@@ -31,6 +31,9 @@ if SIMULATED:
     import simulator
 
     simulator.install()
+    # What a device gives is held to what the same call gives of NumPy arrays, whose backend need
+    # not be one that compiles.
+    sys.modules["numfuse.backends"].DEFAULT = "reference"  # type: ignore[attr-defined]
 #: The precision of every product on CUDA of the dtype that it is for, where the suite is run once
 #: more for that.
 PRECISION = os.environ.get("NUMFUSE_TEST_PRECISION")
@@ -46,6 +49,10 @@ BACKENDS = tuple(nf.backends())
 #: The kinds of array that a conformance test is run on: NumPy's, numfuse's own on a device, CuPy's.
 ARRAYS = ("host", "device", "cupy")
 REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split(",")} - {""}
+
+# Compilers make millions of objects, hardly any of them garbage in cycles: to search for it after
+# each 700, as Python does, takes a twentieth of a run.
+gc.set_threshold(50_000, 20, 20)
 
 # Derandomised: the same commit draws the same examples everywhere, and a failure is nobody's luck.
 # HYPOTHESIS_PROFILE=explore draws new ones, many more.

@@ -490,7 +490,7 @@ def test_a_batch_of_views_over_one_b_is_summed_as_its_copy(backend, dtype, batch
         given = (grad, a, b, bias, activation)
         wanted = nf.matmul_bias_activation_bwd(*given, pre_activation=saved, backend=backend)
         first = tier(backend)
-        for layout in ("sliced", "transposed", "reversed"):
+        for layout in ("sliced",) if SIMULATED else ("sliced", "transposed", "reversed"):
             views = [None if x is None else in_layout(x, layout) for x in (grad, a, saved)]
             outs = [Fenced(x.shape, dtype, strided=True) for x in wanted]
             room = np.full((*batch, m + 1, k), np.nan, dtype)

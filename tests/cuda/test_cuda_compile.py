@@ -530,7 +530,8 @@ CASES = [
         for kind in ("bf16x6", "bf16x3")
     ],
     *[
-        Case(f"int8, {count} moduli, {tile}", integers(count, tile, **how).launches[-2:], HOPPER,
+        Case(f"int8, {count} moduli, {tile}{', turned' * ('x_turned' in how)}",
+             integers(count, tile, **how).launches[-2:], HOPPER,
              (f"wgmma.mma_async.sync.aligned.m64n{tile.block_n}k32.s32.s8.s8",))
         for (tile, _), count in zip(HOPPER_TILES[:6], (15, 14, 8, 16, 20, 15), strict=True)
         for how in ({"function": "gelu", "slope": True}, {"x_turned": True, "alignment": 8})
@@ -694,7 +695,7 @@ CASES = [
     taken("wgmma f16, saved, with an operand", WGMMA,
           scaled(4096, 4096, 512, "float16", (0, 4096, 1), pre="float32"), HOPPER),
     *[
-        taken(f"wgmma bf16, two sums, {' '.join(results)}{n}", WGMMA,
+        taken(f"wgmma bf16, two sums, {' '.join(results)}, {n}", WGMMA,
               gated(m, n, 2048, "bfloat16", results=results, biases=n > 2048), HOPPER,
               ("cp.async.bulk.tensor.3d.global",))
         for results in (("out",), ("out", "pre", "pre1")) for m, n in ((8192, 5632), (512, 512))
@@ -702,7 +703,7 @@ CASES = [
     taken("wgmma f16, two sums, gradients", WGMMA,
           gated(8192, 5632, 2048, "float16", results=("out", "pre"), grad=True), HOPPER,
           ("cp.async.bulk.tensor.3d.global",)),
-    *[taken(f"wgmma bf16, alternate columns, {' '.join(results)}{n}{' gradients' if grad else ''}",
+    *[taken(f"wgmma bf16, alternate columns, {' '.join(results)}{' gradients' * grad}, {n}",
             WGMMA, alternate(gated(m, n, 2048, "bfloat16", results=results, grad=grad,
                                    biases=biases)), HOPPER,
             ("cp.async.bulk.tensor.3d.global",) if n % 8 == 0 else ())  # (else a copy comes first)
@@ -747,13 +748,38 @@ CASES = [
 
 #: Its kernel is assembled by the driver.
 ASKING = "wgmma bf16"
+#: Seconds of a core that a kernel takes to be compiled, by the first word of its name; others 2.
+SECONDS = {"network": 15, "wgmma": 12, "cores": 5, "few": 5, "mma.sync": 5, "small": 5, "tensor": 5,
+           "vectors": 5}  # fmt: skip
+#: Kernels that are alike but for the name of an instruction, or another term of the same kind.
+ALIKE = {"float16": "bfloat16", "bf16x6": "bf16x3"}
+
+
+def _kinds(case: Case) -> set[object]:
+    """The GPU, and of kernels two words of their names, but no dtype where another one is alike."""
+    found: set[object] = {case.info.capability}
+    for launch in case.launches:
+        first, *more = launch.kernel.name.split()
+        words = more if first == "wgmma" else [x for x in more if x.isalpha()]
+        # (those that convert differ in little, and come with long ones)
+        found.add((first, *(ALIKE.get(x, x) for x in words[: first != "convert"])))
+    return found
+
+
+def _seconds(case: Case) -> float:
+    def of(name: str) -> float:
+        twice = "backward" in name or "-> rows" in name  # (whose values go one by one)
+        return SECONDS.get(name.split()[0], 2) * (1 + twice)
+
+    return sum(map(of, {launch.kernel.name for launch in case.launches}))
+
+
 if not weekly.ALL:
-    # Every word of their names but sizes is met, and every GPU. (All take a core 15 minutes.)
-    WORDS = {
-        case.name: {*re.findall(r"[^\W\d][\w.']+", case.name), case.info.capability}
-        for case in CASES
-    }
-    CHOSEN = weekly.covering(WORDS) | {ASKING}
+    # Every kind of kernel, and every GPU. (All take a core 25 minutes.)
+    CHOSEN = weekly.covering(
+        {case.name: _kinds(case) for case in CASES},
+        {case.name: 0.01 if case.name == ASKING else _seconds(case) for case in CASES},
+    )
     CASES = [case for case in CASES if case.name in CHOSEN]
 
 

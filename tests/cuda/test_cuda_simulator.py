@@ -52,21 +52,23 @@ def suite(files: Iterable[str], *options: str, **variables: str) -> once.Process
     return once.Process(lambda _: [*words, *paths, *options], {**ENVIRONMENT, **variables})
 
 
+#: Of each test, where the process before has run the same property.
+SETS = "2" if weekly.ALL else "1"
 #: One process (each takes seconds to begin); not the tests that are in a process of their own.
 CONFORMANCE = suite(FILES, "-k", f"cuda and not pages and (not conformance_higher.py or {HIGHER})")
 #: The same where float64 is made of integers: what a product ends in, and its gradients' products.
 INTEGERS = suite(
     [file for file in FILES if "test_conformance" in file],
     *("-k", f"cuda and float64 and not pages and (not conformance_higher.py or {HIGHER})"),
-    NUMFUSE_TEST_PRECISION="int8",
-)
+    NUMFUSE_TEST_PRECISION="int8", NUMFUSE_TEST_SETS=SETS,
+)  # fmt: skip
 NAMES = (
     "along", "arrays", "cut", "frames", "fused", "members", "networks", "series", "small", "tuned",
     "values",
 )  # fmt: skip
 ARRAYS = suite(
     ["conformance/test_integers.py", *(f"cuda/test_cuda_{name}.py" for name in NAMES)],
-    NUMFUSE_TEST_SETS="2" if weekly.ALL else "1",
+    NUMFUSE_TEST_SETS=SETS,
 )
 
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import once
 import pytest
+import weekly
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "gallery"
-QUICK = (
+QUICK = ("hessian_vector_product", "newton_from_scipy", "own_epilogue", "helmholtz")
+#: Half a minute of a core each. (The pages, which CI builds of every change, run them all too.)
+LONGER = (
     "perceptron_and_gate",
     "gated_network",
-    "hessian_vector_product",
-    "newton_from_scipy",
-    "own_epilogue",
     "burgers",
-    "helmholtz",
     "unknown_coefficient",
     "wave_function",
     "float64_for_a_pinn",
 )
+NAMES = QUICK + LONGER if weekly.ALL else QUICK
 #: What makes an example shorter than a reader's run.
 SHORTER = {"float64_for_a_pinn": ["1500"]}
 
@@ -29,12 +29,12 @@ RUNS = {
         lambda _, name=name: [sys.executable, str(EXAMPLES / f"{name}.py"), *SHORTER.get(name, ())],
         {"MPLBACKEND": "agg"},
     )
-    for name in QUICK
+    for name in NAMES
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs(name):
     for package in ("autograd", "matplotlib", "sklearn"):
         pytest.importorskip(package, reason=f"{package} is not installed")

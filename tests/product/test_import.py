@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Every module that an import statement in the file names, inside functions too."""
     return imports_of(ast.walk(ast.parse(path.read_text(encoding="utf-8"))), path)
@@ -154,19 +156,23 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 BACKENDS = {path.stem for path in (PACKAGE / "backends").iterdir()} - {"__init__", "__pycache__"}
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
 def nodes_that_run(module: str) -> list[ast.AST]:
     """Return the nodes of a module but those that are there for annotations alone."""
     typing = {
         id(inner)
-        for node in ast.walk(TREES[module])
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    return [node for node in ast.walk(TREES[module]) if id(node) not in typing]
+    return [node for node in ast.walk(tree_of(module)) if id(node) not in typing]
 
 
 def reached(module: str) -> set[str]:
@@ -306,14 +312,14 @@ def test_no_modules_reach_each_other():
 def test_no_module_reaches_for_the_underscore_names_of_another(module):
     names: dict[str, str] = {}
     taken: set[str] = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("numfuse"):
             taken |= {alias.name for alias in node.names}
             for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
             names |= {alias.asname or alias.name: alias.name for alias in node.names}
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Attribute) and names.get(ast.unparse(node.value)) in MODULES:
             taken.add(node.attr)
     private = {name for name in taken if name.startswith("_") and not name.startswith("__")}
@@ -326,7 +332,7 @@ FOLDERS = [path.parent for path in sorted(PACKAGE.rglob("*/__init__.py"))]
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda x: x.relative_to(PACKAGE).as_posix())
 def test_a_folder_that_lists_its_files_lists_them_all(folder):
     """A newcomer finds a file by its folder's docstring, where that is a list."""
-    said = ast.get_docstring(TREES[module_of(folder / "__init__.py")]) or ""
+    said = ast.get_docstring(tree_of(module_of(folder / "__init__.py"))) or ""
     listed = said.partition("\n- ")[2]
     if listed:
         files = {path.stem for path in folder.glob("*.py")} - {"__init__"}

@@ -202,7 +202,7 @@ def thin_cell(acc: str, by_rows: bool, streamed: bool) -> specialise.Kernel:
     }
     add = specialise.device(thin.add_rows, **sums)
     if streamed:
-        kernel = make_streamed(acc, vector_bytes, tiling.THIN_ROWS)
+        kernel = make_streamed(acc, vector_bytes)
         passed = specialise.device(thin.pass_pieces, **sums, ADD_ROWS=add, STREAMED=kernel)
     else:
         group = tiling.THIN_GROUPS[by_rows]

@@ -36,13 +36,14 @@ def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
                 first = s == 0 and pc == 0
                 half = (depth + 1) // 2 if depth > CHAIN else depth
                 target = sums if first or half == depth else part
-                add = not first and half == depth
-                PASS(rows, columns, half, a, a_row, a_k, b, b_step, target, more, stride, add)
-                if half < depth:
-                    a, b, rest = a + half * a_k, b + half * b_k, depth - half
-                    PASS(rows, columns, rest, a, a_row, a_k, b, b_step, target, more, stride, True)
-                    if not first:
-                        ADD_ROWS(sums, part, rows, columns, stride)
+                add, done = not first and half == depth, 0
+                while done < depth:  # (one call: its code is long, and each is inlined)
+                    count = min(half, depth - done)
+                    PASS(rows, columns, count, a + done * a_k, a_row, a_k, b + done * b_k, b_step,
+                         target, more, stride, add or done > 0)  # fmt: skip
+                    done += count
+                if half < depth and not first:
+                    ADD_ROWS(sums, part, rows, columns, stride)
         for i in range(rows):
             CALL_ROW(d[D_ROW], workspace, sums + i * stride, i, jc, columns)
 

@@ -72,6 +72,22 @@ def _loop(
     return results
 
 
+def _by_height(
+    builder: ir.IRBuilder, count: ir.Value, most: int, name: str, emit: Callable[[int], None]
+) -> None:
+    """``emit(min(count, most))``, with code of its own for each number of rows."""
+    end = builder.append_basic_block(f"{name}.end")
+    height = builder.select(builder.icmp_signed("<", count, I64(most)), count, I64(most))
+    switch = builder.switch(height, end)
+    for rows in range(1, most + 1):
+        block = builder.append_basic_block(f"{name}.{rows}")
+        switch.add_case(I64(rows), block)
+        builder.position_at_end(block)
+        emit(rows)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
 class _Kernel:
     """A call of either micro-kernel, for a number of rows."""
 
@@ -152,20 +168,30 @@ class _Kernel:
         few = min(vectors, 4)
         _loop(b, whole, self.columns, few * self.vl, [], tile(few, True))
 
-    def streamed(self) -> None:
+    def streamed(self, count: ir.Value) -> None:
         """Columns of B are contiguous, and its rows are passed in full, a few side by side.
 
-        The sums stay in a row of c meanwhile, where each goes on in its order of K.
+        The sums stay in a row of c meanwhile, where each goes on in its order of K. Of the `count`
+        rows of A up to `self.rows` pass together.
         """
         b = self.builder
 
-        def passed(count: int) -> Callable[[ir.Value, Values], Values]:
+        def passed(beside: int) -> Callable[[ir.Value, Values], Values]:
             def body(p: ir.Value, _: Values) -> Values:
-                rows = [self.offset(self.b, b.add(p, I64(i)), self.step) for i in range(count)]
-                at = [self.offset(self.a, b.add(p, I64(i)), self.a_k) for i in range(count)]
+                rows = [self.offset(self.b, b.add(p, I64(i)), self.step) for i in range(beside)]
+                at = [self.offset(self.a, b.add(p, I64(i)), self.a_k) for i in range(beside)]
+
                 # (the next group of rows of A finds those of B in level 1)
-                for r in range(0, self.rows, SIDE):
-                    self.beside(rows, at, range(r, min(r + SIDE, self.rows)))
+                def group(r: ir.Value, _: Values) -> Values:
+                    own = [self.offset(x, r, self.a_row) for x in at]
+                    sums = self.offset(self.c, r, self.c_step)
+                    _by_height(
+                        b, b.sub(count, r), self.rows, "group",
+                        lambda height: self.beside(rows, own, sums, height),
+                    )  # fmt: skip
+                    return []
+
+                _loop(b, I64(0), count, self.rows, [], group)
                 return []
 
             return body
@@ -174,18 +200,19 @@ class _Kernel:
         _loop(b, I64(0), whole, BESIDE, [], passed(BESIDE))
         _loop(b, whole, self.k, 1, [], passed(1))
 
-    def beside(self, rows: Values, at: Values, group: range) -> None:
-        """Add the products of some rows of B to the sums of these rows of A, of all columns.
+    def beside(self, rows: Values, at: Values, c: ir.Value, height: int) -> None:
+        """Add the products of some rows of B to the sums of so many rows of A, of all columns.
 
-        `rows` are their addresses, `at` those of the values of A's first row that they are for.
+        `rows` are their addresses, `at` those of the values of the first row of A that they are
+        for, whose sums are at `c`.
         """
         b, width = self.builder, self.vl * self.size
-        alone = [self.factor(x, group[0]) for x in at] if len(group) == 1 else []
+        alone = [self.factor(x, 0) for x in at] if height == 1 else []
 
         def tile(vectors: int, live: bool) -> Callable[[ir.Value, Values], Values]:
             def columns(j: ir.Value, _: Values) -> Values:
                 start = b.mul(j, I64(self.size))
-                begun = [b.add(self.offset(self.c, r, self.c_step), start) for r in group]
+                begun = [b.add(self.offset(c, r, self.c_step), start) for r in range(height)]
                 places = [
                     pointer_to(b, x, v * width, self.vector) for x in begun for v in range(vectors)
                 ]
@@ -198,11 +225,11 @@ class _Kernel:
                             found.append(masked_load(b, pointer, b.sub(self.columns, j), self.size))
                         else:
                             found.append(b.load(pointer, align=self.size))
-                    for g, r in enumerate(group):
+                    for r in range(height):
                         factor = alone[i] if alone else self.factor(at[i], r)
                         for v, column in enumerate(found):
-                            g_v = g * vectors + v
-                            sums[g_v] = multiply_add(b, factor, column, sums[g_v])
+                            r_v = r * vectors + v
+                            sums[r_v] = multiply_add(b, factor, column, sums[r_v])
                     hold(b, width, sums)
                 for place, value in zip(places, sums, strict=True):
                     b.store(value, place, align=self.size)
@@ -323,27 +350,19 @@ class _Kernel:
 
 
 @functools.cache
-def make_streamed(acc: str, vector_bytes: int, rows: int) -> Any:
+def make_streamed(acc: str, vector_bytes: int) -> Any:
     """``streamed(rows, columns, k, a, a_row, a_k, b, b_step, c, c_step)``.
 
     ``c[i, j] += sum_p a[i, p] * b[p, j]``, each product added to the sum before it: where c is
     zeros, what `make_thin` gives. Rows of b are contiguous and `b_step` bytes apart. Writes up to a
     vector past the columns of a row of c.
     """
+    vl = vector_bytes // FORMATS[acc][1]
 
     def body(builder: ir.IRBuilder, count: ir.Value, *args: ir.Value) -> None:
-        end = builder.append_basic_block("streamed.end")
-        switch = builder.switch(count, end)
-        for height in range(1, rows + 1):
-            block = builder.append_basic_block(f"streamed.{height}")
-            switch.add_case(I64(height), block)
-            builder.position_at_end(block)
-            vl = vector_bytes // FORMATS[acc][1]
-            _Kernel(builder, acc, vl, height, [*args, I64(0)]).streamed()
-            builder.branch(end)
-        builder.position_at_end(end)
+        _Kernel(builder, acc, vl, SIDE, [*args, I64(0)]).streamed(count)
 
-    return address_intrinsic("streamed", f"{acc},{vector_bytes},{rows},{BESIDE},{SIDE}", 10, body)
+    return address_intrinsic("streamed", f"{acc},{vector_bytes},{BESIDE},{SIDE}", 10, body)
 
 
 @functools.cache
@@ -362,19 +381,14 @@ def make_thin(acc: str, vector_bytes: int, rows: int, by_rows: bool) -> Any:
     vl = vector_bytes // size
 
     def body(builder: ir.IRBuilder, count: ir.Value, *args: ir.Value) -> None:
-        end = builder.append_basic_block("thin.end")
-        switch = builder.switch(count, end)
-        for height in range(1, rows + 1):
-            block = builder.append_basic_block(f"thin.{height}")
-            switch.add_case(I64(height), block)
-            builder.position_at_end(block)
+        def emit(height: int) -> None:
             kernel = _Kernel(builder, acc, vl, height, list(args))
             if by_rows:
                 kernel.by_rows(min(8, (registers - 1) // (height + 1)))
             else:
                 kernel.by_columns()
-            builder.branch(end)
-        builder.position_at_end(end)
+
+        _by_height(builder, count, rows, "thin", emit)
 
     key = f"{acc},{vector_bytes},{rows},{by_rows},{AHEAD},{SHORT},1"
     return address_intrinsic("thin", key, 11, body)
