@@ -252,7 +252,7 @@ def test_the_training_example_learns(tmp_path):
     example = Path(__file__).parents[2] / "docs" / "gallery" / "train_on_dask.py"
     options = "--blocks 6 --rows 512 --batch 2 --epochs 4 --memory 1GiB --quiet".split()
     done = subprocess.run(
-        [sys.executable, str(example), *options], capture_output=True, text=True, timeout=120,
+        [sys.executable, str(example), *options], capture_output=True, text=True, timeout=300,
         check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
