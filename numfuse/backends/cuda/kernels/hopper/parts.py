@@ -51,7 +51,7 @@ def split(v, words):
 
 
 def split_carefully(v, words):
-    """The same with `high_part`."""
+    """Make the same parts of them, the first ones by `high_part`."""
     part = cuda.local.array(8, types.float32)
     for i in unrolled(8):
         part[i] = high_part(v[i])
