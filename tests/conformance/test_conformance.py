@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import tolerance
+import weekly
 from arrays import LAYOUTS, Fenced, bits, in_layout, normal, unwritten
 from conftest import ARRAYS, SIMULATED, device_of, served, traits
 from hypothesis import HealthCheck, given, settings
@@ -490,7 +491,8 @@ def test_a_batch_of_views_over_one_b_is_summed_as_its_copy(backend, dtype, batch
         given = (grad, a, b, bias, activation)
         wanted = nf.matmul_bias_activation_bwd(*given, pre_activation=saved, backend=backend)
         first = tier(backend)
-        for layout in ("sliced",) if SIMULATED else ("sliced", "transposed", "reversed"):
+        few = SIMULATED and not weekly.ALL
+        for layout in ("sliced",) if few else ("sliced", "transposed", "reversed"):
             views = [None if x is None else in_layout(x, layout) for x in (grad, a, saved)]
             outs = [Fenced(x.shape, dtype, strided=True) for x in wanted]
             room = np.full((*batch, m + 1, k), np.nan, dtype)

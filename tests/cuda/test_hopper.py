@@ -38,7 +38,7 @@ try:
     from numfuse.backends.cuda.plan.program import Recorder, View
 
     hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
-    copies = importlib.import_module("numfuse.backends.cuda.kernels.hopper.factors")
+    parts = importlib.import_module("numfuse.backends.cuda.kernels.hopper.parts")
     finishing = importlib.import_module("numfuse.backends.cuda.kernels.hopper.epilogue")
     gemm = importlib.import_module("numfuse.backends.cuda.kernels.hopper.gemm")
 except ImportError as error:
@@ -727,7 +727,7 @@ def split(values):
     def bound(function):
         return types.FunctionType(function.__code__, names | {"__builtins__": {}})
 
-    high, rest = bound(copies.high_part), bound(copies.rest)
+    high, rest = bound(parts.high_part), bound(parts.rest)
     with np.errstate(all="ignore"):
         first = [high(x) for x in values]
         left = [rest(x, part) for x, part in zip(values, first, strict=True)]

@@ -386,14 +386,13 @@ def _work(tile: CudaBlock, blocks: int, part: int, multiprocessors: int) -> floa
         last = min(tile.resident, left * (1 + rounds**-2))
         most = max(most, rounds * tile.resident + last)
     area, together = tile.block_m * tile.block_n, min(most, tile.resident)
-    if tile.chunk:
-        double = tile.chunk == DOUBLE_CHUNK
-        sums = DOUBLE_BUSY_SUMS if double else BUSY_SUMS
-        power = DOUBLE_BUSY_POWER if double else BUSY_SUMS_POWER
-        busy, fill = min(1.0, together * area / sums) ** power, FILL
-    else:
-        warps = together * tile.threads / 32
+    fill, warps = FILL, together * tile.threads / 32
+    if not tile.chunk:
         busy, fill = min(1.0, warps / BUSY_WARPS) ** BUSY_WARPS_POWER, CORE_FILL
+    elif tile.chunk == DOUBLE_CHUNK:
+        busy = min(1.0, together * area / DOUBLE_BUSY_SUMS) ** DOUBLE_BUSY_POWER
+    else:
+        busy = min(1.0, together * area / BUSY_SUMS) ** BUSY_SUMS_POWER
     return most * area * (part + fill) / (tile.speed * busy)
 
 
@@ -420,8 +419,7 @@ def cost(
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
     found = _work(tile, blocks * number, length, multiprocessors)
     if number > 1:
-        double = tile.chunk == DOUBLE_CHUNK
-        found += (DOUBLE_LAUNCH if double else LAUNCH_COST) if tile.chunk else CORE_LAUNCH
+        found += {0: CORE_LAUNCH, DOUBLE_CHUNK: DOUBLE_LAUNCH}.get(tile.chunk, LAUNCH_COST)
         found += places * m * n * number * PLANE_COST / multiprocessors
     return found
 

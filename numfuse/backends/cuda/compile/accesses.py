@@ -203,9 +203,7 @@ shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
 shared_store16 = instruction("{ .reg .b16 t; cvt.u16.u32 t, $1; st.shared.b16 [$0], t; }", "", "rr")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
 shared_load2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r")
-shared_load4_f32 = instruction("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
-shared_store4_b32 = instruction("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr")
 global_load16 = instruction(
     "{ .reg .pred p; .reg .b16 t; setp.ne.b32 p, $2, 0; mov.b16 t, 0;"
     " @p ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }",

@@ -244,7 +244,7 @@ def plan(
     blocks = -(-p.m // tile.block_m) * -(-(last - first) // columns_of_block)
     count = blocks * p.places * parts * cluster
     shared = max(block.shared_bytes(p.accumulator), members.table_bytes(p, engine))
-    if waits == "first" and not releases:
+    if waits == "first":
         shared = max(shared, spread_bytes(count, block.resident, device))
     launch = Launch(
         build(p, block, f"{name} {p.epilogue.name}"),

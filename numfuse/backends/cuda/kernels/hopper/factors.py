@@ -35,7 +35,7 @@ from numfuse.backends.cuda.kernels import layouts
 from numfuse.backends.cuda.kernels.hopper import parts
 from numfuse.backends.cuda.kernels.hopper.kernel import planes_of
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
-from numfuse.backends.cuda.kernels.hopper.parts import high_part, nearest, rest
+from numfuse.backends.cuda.kernels.hopper.parts import split_carefully
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY, HOPPER_COPY_K
 from numfuse.backends.cuda.plan.product import Launch, Operand, Product, Slot
 
@@ -81,25 +81,23 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
     own, deep = operand.strides[axis], operand.strides[3 - axis]
     places = product.places if operand.strides[0] else 1
     lies = operand, product.k, long, deep, own, places
-    if kind in HALF:
+    if axis == 1 and planes_of(kind) > 1:
+        kind = "float32"  # of which the kernel makes the parts
+    if kind in (*HALF, "float32"):
         found = _as_it_lies(kind, *lies, lambda turned: box_of(turned, block, long, kind))
         if found is not None:
             return Factor(found[0], Slot(name), found[1], int(places > 1), 0)
+    if kind in HALF:
         work = product.m * product.n * product.k * product.places
         if product.k < HOPPER_COPY_K or work < HOPPER_COPY:
             return None
-    whole = axis == 1 and planes_of(kind) > 1
-    if whole:
-        found = _as_it_lies("float32", *lies, lambda turned: (32, 64 if turned else block))
-        if found is not None:
-            return Factor(found[0], Slot(name), found[1], int(places > 1), 0)
     # a copy: along its contiguous axis, where it may
     copy = Slot(f"{name} copy")
     turned = kind != "tf32" and (own == 1 or (deep != 1 and abs(own) < abs(deep)))
     outer, inner = (product.k, long) if turned else (long, product.k)
     parts, dtype = planes_of(kind), {"tf32": "float32"}.get(kind, kind)
     if parts > 1:
-        parts, dtype = (1, "float32") if whole else (parts, "bfloat16")
+        dtype = "bfloat16"
     if dtype == "float32":
         shape = (long, product.k) if axis == 1 else (product.k, long)
         contiguous = axis if turned else 3 - axis
@@ -119,7 +117,7 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
             return None
         launch = converted
     strides = pitch, outer * pitch
-    box = (32, 64 if turned else block) if whole else box_of(turned, block, long, kind)
+    box = box_of(turned, block, long, kind)
     made = TensorMap(dtype, (inner, outer, places * parts), strides, box)
     return Factor(turned, copy, made, int(places > 1), places if parts > 1 else 0, (launch,))
 
@@ -147,6 +145,8 @@ def box_of(turned: bool, block: int, long: int, kind: str) -> tuple[int, int]:
     with zeros.  What they hold instead reaches no row of the result that is stored.  (In parts it
     would have a kernel make a sum again that is no number.)
     """
+    if kind == "float32":
+        return 32, 64 if turned else block
     if turned:
         return min(64, block), 64
     if planes_of(kind) > 1:
@@ -223,23 +223,12 @@ def convert(source: Array, out, rows, columns, pitch, plane):
         else:
             for i in unrolled(8):
                 v[i] = global_load_f32(at + 4 * i * source.column, inside & (column + i < columns))
-        part = cuda.local.array(8, types.float32)
-        for i in unrolled(8):
-            part[i] = high_part(v[i])
-            v[i] = rest(v[i], part[i])
-        for p in unrolled(PARTS):
-            if p > 0:
-                for i in unrolled(8):
-                    part[i] = v[i]
-                    v[i] -= nearest(v[i])
-            global_store4_b32(
-                to + p * plane * 2,
-                PACK(part[0], part[1]),
-                PACK(part[2], part[3]),
-                PACK(part[4], part[5]),
-                PACK(part[6], part[7]),
-                inside,
-            )
+        words = cuda.local.array(4 * PLANES, types.int32)
+        split_carefully(v, words)
+        for p in unrolled(PLANES):
+            first = 4 * p
+            a, b, c, d = words[first], words[first + 1], words[first + 2], words[first + 3]
+            global_store4_b32(to + p * plane * 2, a, b, c, d, inside)
 
 
 #: Strides are in elements.
@@ -251,7 +240,7 @@ def copy_kernel(kind: str, wide: bool) -> Kernel:
     """The kernel that copies 16-bit values ("copy"), or splits float32 ("bf16x6", "bf16x3")."""
     bindings = parts.bindings() | {
         "KIND": kind,
-        "PARTS": planes_of(kind),
+        "PLANES": planes_of(kind),
         "WIDE": wide,
         "SOURCE_SIZE": 2 if kind == "copy" else 4,
     }

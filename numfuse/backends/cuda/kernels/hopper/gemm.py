@@ -227,13 +227,13 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
         if PING_PONG:
             barrier_wait(turn + 8 * consumer, turn_parity)
             turn_parity ^= 1
-        x_offset = 0 if PING_PONG else 8192 * consumer
         next_turn = turn + 8 - 8 * consumer
         if PLANES > 1:
             stage, parity = multiply_parts(
                 acc, total, shared, place, stage, parity, count, next_turn, leader, consumer
             )
         else:
+            x_offset = 0 if PING_PONG else 8192 * consumer
             stage, parity = multiply_slices(
                 acc, shared, x_offset, stage, parity, count, next_turn, leader
             )

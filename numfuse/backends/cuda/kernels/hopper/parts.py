@@ -43,11 +43,7 @@ def split(v, words):
     What `high_part` is there for goes wrong here, and makes infinities or NaN in a product.
     """
     for p in unrolled(PLANES):
-        for i in unrolled(4):
-            words[4 * p + i] = PACK(v[2 * i], v[2 * i + 1])
-            if p < PLANES - 1:
-                v[2 * i] -= LOW(words[4 * p + i])
-                v[2 * i + 1] -= HIGH(words[4 * p + i])
+        take_part(v, words, p)
 
 
 def split_carefully(v, words):
@@ -59,11 +55,16 @@ def split_carefully(v, words):
     for i in unrolled(4):
         words[i] = PACK(part[2 * i], part[2 * i + 1])
     for p in unrolled(PLANES - 1):
-        for i in unrolled(4):
-            words[4 * p + 4 + i] = PACK(v[2 * i], v[2 * i + 1])
-            if p < PLANES - 2:
-                v[2 * i] -= LOW(words[4 * p + 4 + i])
-                v[2 * i + 1] -= HIGH(words[4 * p + 4 + i])
+        take_part(v, words, p + 1)
+
+
+def take_part(v, words, p):
+    """Make the p-th parts of what is left of eight numbers, and leave the rest of that."""
+    for i in unrolled(4):
+        word = PACK(v[2 * i], v[2 * i + 1])
+        words[4 * p + i] = word
+        v[2 * i] -= LOW(word)
+        v[2 * i + 1] -= HIGH(word)
 
 
 def bindings() -> dict[str, Any]:
