@@ -438,7 +438,7 @@ def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
 @pytest.mark.parametrize("x", ["rows", "columns", "strided"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_short_sum_is_written_by_16_bytes_or_less(dtype, x, monkeypatch):
-    monkeypatch.setattr(outer, "OUTER_LEAST", 1)
+    monkeypatch.setattr(outer, "LEAST", 1)
     acc = "float64" if dtype == "float64" else "float32"
     rng = np.random.default_rng(3)
     for m, k, n in ((37, 3, 40), (5, 1, 516), (4, 2, 518), (3, 1, 517)):
@@ -453,12 +453,48 @@ def test_a_short_sum_is_written_by_16_bytes_or_less(dtype, x, monkeypatch):
         left, right = (v.view.astype(np.float64) for v in (a, b))
         bound = UNITS[acc] * k * (abs(left) @ abs(right)) + UNITS[dtype] * abs(left @ right)
         assert (abs(out.view.astype(np.float64) - left @ right) <= bound + 3e-8).all()
-    # where sums of other kernels have the same bits
-    alone = [outer.SHORT_K.take(replace(made, free=False, k=k), AMPERE) for k in (1, 5)]
+    # one row: where sums of other kernels have the same bits
+    alone = [outer.SHORT_K.take(replace(made, free=False, m=1, k=k), AMPERE) for k in (1, 5)]
     assert [x is not None for x in alone] == [True, dtype == "float32"]
     layer = epilogue_of("activation", False)
-    assert outer.SHORT_K.take(replace(made, free=False, epilogue=layer), AMPERE) is None
-    assert outer.SHORT_K.take(replace(made, k=9), AMPERE) is None
+    assert outer.SHORT_K.take(replace(made, m=1, free=False, epilogue=layer), AMPERE) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "options"),
+    [
+        (37, 35, 17, {"x": "columns", "offset": 1, "epilogue": "slope"}),
+        (20, 21, 5, {"places": 2, "epilogue": "summed", "y": "columns"}),
+        (140, 40, 8, {"epilogue": "summed", "bias": False}),
+        (33, 301, 33, {"epilogue": "residual", "pre": True, "x": "strided"}),
+        (300, 10, 3, {"pre": True, "y": "reversed"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_short_sum_ends_in_any_epilogue(dtype, m, n, k, options, monkeypatch):
+    monkeypatch.setattr(outer, "ODD", dict.fromkeys(outer.ODD, 40))
+    monkeypatch.setattr(outer, "LEAST", 1)
+    check(dtype, lambda product, info, parts: outer.take(product, info), m, n, k, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_short_k_and_its_kernel(dtype, monkeypatch):
+    """Guards: a sum goes by one kernel, whatever is made of it; a new K is no new kernel."""
+    acc = "float64" if dtype == "float64" else "float32"
+    unit = 16 // DTYPES[dtype].itemsize
+
+    def taken(m, n, k):
+        lay = [Operand(dtype, (0, steps, 1), 16) for steps in (k, n, n)]
+        plan = outer.take(Product(m, n, k, 1, *lay, acc), HOPPER)
+        return plan and plan.launches[0].kernel
+
+    assert taken(4096, 256, 8) and taken(4096, 257, outer.ODD[dtype])
+    assert not taken(4096, 16 * unit, 9)  # tiles write whole accesses as fast
+    assert not taken(4096, 257, outer.ODD[dtype] + 1)
+    assert not taken(40, 30, 8) and not taken(outer.FEW, (1 << 20) + 1, 9)
+    if outer.ODD[dtype] > outer.SHORT:
+        assert taken(4096, 257, 17) is taken(4096, 257, 19)
 
 
 @pytest.mark.parametrize("shape", [(70, 37), (72, 68)])

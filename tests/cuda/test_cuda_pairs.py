@@ -17,7 +17,7 @@ try:
     from cuda_devices import AMPERE, HOPPER
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda.kernels.ampere import simt, tensor_core
+    from numfuse.backends.cuda.kernels.ampere import outer, simt, tensor_core
     from numfuse.backends.cuda.plan.product import Product
     from numfuse.backends.cuda.plan.tiers import choose, stay_whole
     from numfuse.backends.cuda.tiling import CudaBlock
@@ -70,6 +70,14 @@ def alternate(both):
     return found
 
 
+def planned(product, info, tile):
+    """The plan of a product with a tile, or of those with a short K."""
+    if tile is None:
+        return outer.take(product, info)
+    module = simt if product.x.dtype == "float32" else tensor_core
+    return module.plan(product, info, tile, product.k, 1)
+
+
 def check(
     dtype, tile, m, n, k, *, x="rows", y="rows", offset=0, pad=0, places=1, info=HOPPER,
     woven=False,
@@ -90,8 +98,7 @@ def check(
     operands = {name: array.operand for name, array in (sides | ends).items()}
     how = {"epilogue": GATE, "whole": True, "alternate": "y" * woven}
     product = Product(m, n, k, places, accumulator=acc, **how, **operands)
-    module = simt if dtype == "float32" else tensor_core
-    plan = module.plan(product, info, tile, k, 1)
+    plan = planned(product, info, tile)
     assert plan is not None
     run(plan, sides | ends)
     exact = {name: array.view.astype(np.float64) for name, array in sides.items()}
@@ -109,7 +116,7 @@ def check(
             **dict.fromkeys(("y1", "bias1", "extra", "pre", "pre1")), alternate="",
         )  # fmt: skip
         how = {"x": sides["x"], "y": sides[right], "bias": sides[bias], "out": alone}
-        run(module.plan(single, info, tile, k, 1), how)
+        run(planned(single, info, tile), how)
         assert np.array_equal(alone.view, ends[result].view)
     whole = sums["pre"] * sums["pre1"] + exact["extra"]
     made_of = ends["pre"].view.astype(np.float64) * ends["pre1"].view.astype(np.float64)
@@ -139,6 +146,23 @@ def check(
 )  # fmt: skip
 def test_two_sums_are_those_of_two_products(dtype, tile, sizes, how):
     check(dtype, tile, *sizes, **how)
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, how",
+    [
+        ("float64", (37, 29, 19), {"pad": 3}),
+        ("float64", (20, 40, 6), {"y": "columns", "places": 2}),
+        ("float32", (70, 41, 33), {"x": "columns"}),
+        ("float32", (30, 20, 8), {"woven": True}),
+        ("bfloat16", (33, 21, 1), {"y": "strided", "info": AMPERE}),
+        ("float16", (9, 150, 25), {"woven": True, "offset": 1}),
+    ],
+)
+def test_two_sums_of_a_short_k_are_those_of_two_products(dtype, sizes, how, monkeypatch):
+    monkeypatch.setattr(outer, "ODD", dict.fromkeys(outer.ODD, 40))
+    monkeypatch.setattr(outer, "LEAST", 1)
+    check(dtype, None, *sizes, **how)
 
 
 @pytest.mark.parametrize(

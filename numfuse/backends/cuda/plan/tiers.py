@@ -44,7 +44,7 @@ def takes_rich(dtype: str, info: DeviceInfo) -> bool:
 
 
 #: The tiers that take rich products.
-_RICH = WGMMA, CORES, TENSOR_CORES
+_RICH = SHORT_K, WGMMA, CORES, TENSOR_CORES
 
 
 def takes_pairs(dtype: str, info: DeviceInfo, precision: str) -> bool:
@@ -66,6 +66,9 @@ def stay_whole(
         tiles = _PAIR_TILES.get(dtype, tiling.HALF_BLOCKS)
         if m <= _PAIR_ROWS or k < _PAIR_K:
             return False
+        height, width = tiles[0].block_m, tiles[0].block_n
+        if -(-m // height) * -(-2 * n // width) * places >= info.multiprocessors:
+            return True  # one launch saves more than whole rounds of two
         return tiling.block(tiles, m, 2 * n, k, places, False, info.multiprocessors)[2] == 1
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)
     sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors

@@ -110,41 +110,76 @@ def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Positi
                     take_sums(value, take_row, c)
                 if TWO_SUMS and not WOVEN:
                     take_sums(value1, i32(take_row + (ACC_BYTES << GAP_BITS)), c)
-                for v in unrolled(VALUES):
-                    extra = added[u * VALUES + v]
-                    if TWO_SUMS:
-                        z, z1, bias, bias1 = value[v], value1[v], offset[v], offset1[v]
-                        if PRE1:
-                            result[v], value[v], value1[v] = EPILOGUE(z, z1, bias, bias1, extra)
-                        elif PRE:
-                            result[v], value[v] = EPILOGUE(z, z1, bias, bias1, extra)
-                        else:
-                            result[v] = EPILOGUE(z, z1, bias, bias1, extra)
-                    elif PRE:
-                        result[v], value[v] = EPILOGUE(value[v], offset[v], extra)
-                    else:
-                        result[v] = EPILOGUE(value[v], offset[v], extra)
-                if row < m:
-                    if WIDE:
-                        if column < n:
-                            if PRE:
-                                STORE_PRE(cell(ends.pre, row, 0), value)
-                            if PRE1:
-                                STORE_PRE1(cell(second.pre, row, 0), value1)
-                            STORE_OUT(cell(ends.out, row, 0), result)
-                    else:
-                        for v in unrolled(VALUES):
-                            if column + v * COLUMN_STEP < n:
-                                if PRE:
-                                    STORE_PRE(cell(ends.pre, row, v), value[v])
-                                if PRE1:
-                                    STORE_PRE1(cell(second.pre, row, v), value1[v])
-                                STORE_OUT(cell(ends.out, row, v), result[v])
-                    if SUMS:
-                        for v in unrolled(VALUES):
-                            summed[v] = summed[v] + result[v]
+                finish_row(
+                    value,
+                    value1,
+                    offset,
+                    offset1,
+                    added,
+                    u * VALUES,
+                    result,
+                    summed,
+                    ends,
+                    second,
+                    row,
+                    column,
+                    m,
+                    n,
+                )
             r = i32(r + CLUSTER * (ROWS * ROW_STEP))
         turn = i32(turn + 1)
+
+
+def finish_row(
+    value,
+    value1,
+    offset,
+    offset1,
+    added,
+    first,
+    result,
+    summed,
+    ends: Ends,
+    second: Second,
+    row,
+    column,
+    m,
+    n,
+):
+    """The results of a thread's sums of a row; `added` has its extra operand from `first` on."""
+    for v in unrolled(VALUES):
+        extra = added[first + v]
+        if TWO_SUMS:
+            z, z1, bias, bias1 = value[v], value1[v], offset[v], offset1[v]
+            if PRE1:
+                result[v], value[v], value1[v] = EPILOGUE(z, z1, bias, bias1, extra)
+            elif PRE:
+                result[v], value[v] = EPILOGUE(z, z1, bias, bias1, extra)
+            else:
+                result[v] = EPILOGUE(z, z1, bias, bias1, extra)
+        elif PRE:
+            result[v], value[v] = EPILOGUE(value[v], offset[v], extra)
+        else:
+            result[v] = EPILOGUE(value[v], offset[v], extra)
+    if row < m:
+        if WIDE:
+            if column < n:
+                if PRE:
+                    STORE_PRE(cell(ends.pre, row, 0), value)
+                if PRE1:
+                    STORE_PRE1(cell(second.pre, row, 0), value1)
+                STORE_OUT(cell(ends.out, row, 0), result)
+        else:
+            for v in unrolled(VALUES):
+                if column + v * COLUMN_STEP < n:
+                    if PRE:
+                        STORE_PRE(cell(ends.pre, row, v), value[v])
+                    if PRE1:
+                        STORE_PRE1(cell(second.pre, row, v), value1[v])
+                    STORE_OUT(cell(ends.out, row, v), result[v])
+        if SUMS:
+            for v in unrolled(VALUES):
+                summed[v] = summed[v] + result[v]
 
 
 def take_sums(value, at, c):

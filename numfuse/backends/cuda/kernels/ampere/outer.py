@@ -1,90 +1,282 @@
-"""Bare products with a short K, d_b of few rows: what matters is how fast the result is written.
+"""Products with a short K, d_b of few rows among them: what matters is how fast a result is made.
 
-A thread keeps its columns of Y in registers and walks down some rows, of which it stores 16 bytes
-each, or less where rows are no whole 16 bytes. A sum is one chain in the order of K.
+A thread keeps its columns of Y in registers and walks down some rows of X, which lie in shared
+memory, where all threads of a warp read the same values. A row of it ends in the epilogue at once:
+nothing of it passes through shared memory, and so rows may begin anywhere. A sum is one chain in
+the order of K.
 """
 
-# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# A kernel has no annotations but records, and its UPPER-case names are bound by the toolchain.
 # mypy: disable-error-code="no-untyped-def, name-defined"
 # ruff: noqa: F821
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+
 from numfuse.backends.cuda.compile import accesses, intrinsics
+from numfuse.backends.cuda.compile.intrinsics import block_barrier, quotient, shared_address
 from numfuse.backends.cuda.compile.scalars import fused
-from numfuse.backends.cuda.compile.schema import Array, Schema
+from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
-from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
+from numfuse.backends.cuda.compile.unroll import bound, kernel_of, unrolled
 from numfuse.backends.cuda.kernels import passes
-from numfuse.backends.cuda.kernels.epilogue import in_bytes
+from numfuse.backends.cuda.kernels.ampere.epilogue import Second, finish_row, load_row
+from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 from numfuse.language.curves import leaf
 
-#: K up to which, elements of the result from which on, threads of a
-#: block and their rows. On an H200 the tiles above write d_b of 4096 x 4096 in float64 at 2.6 TB/s,
-#: cuBLAS's kernel for K = 1 at 4.5.
-OUTER_K = 8
-OUTER_LEAST = 1 << 16
-OUTER_THREADS = 128
-OUTER_ROWS = 32
+i32, i64 = np.int32, np.int64
+
+#: Elements of a result from which on it is worth another kernel, and K up to which: for any result,
+#: and for those whose rows are no whole 16 bytes, which tiles store value by value. On an H100, in
+#: microseconds of tiles and of this kernel: float16 24849 x 20 x 83 16 and 14, 24941 x 34 x 438 37
+#: and 52, the slope of 1003 x 17 x 7781 61 and 43, bfloat16 18 x 13 x 57818 19 and 9; float32
+#: 32641 x 20 x 31 15 and 10, 387 x 33 x 373 9 and 8; float64, whose tensor cores add faster, 6278 x
+#: 18 x 71 9 and 10, 528 x 27 x 5407 20 and 33.
+LEAST = 1 << 16
+SHORT = 8
+ODD = {"float32": 40, "float64": SHORT, "float16": 24, "bfloat16": 24}
+#: Rows and columns of which each is left to the kernels of few vectors.
+FEW = 8
+#: Values of K that a kernel has room for: one is compiled for each of these, and others are zeros.
+#: (d_b of 5 x 4096 x 4096 in bfloat16 took an H200 13.8 us with a kernel of its own and 16.2 with
+#: that of 8; of 3 rows, 30001 x 1001 in float32, 43.0 and 48.1 with that of 4.)
+DEPTHS = (*range(1, SHORT + 1), *range(SHORT + 4, max(ODD.values()) + 1, 4))
+#: Threads of a block; rows that each of them has, the most first, and those of a block.
+THREADS = 128
+ROWS, BLOCK_ROWS = (32, 16, 8), 128
+#: Threads side by side, and so many times the fewest for all columns that may be too many.
+SIDES, IDLE = (128, 64, 32, 16), 1.1
+#: Rows of a thread that are on their way together.
+AHEAD = 4
+#: Blocks that keep a multiprocessor busy.
+BUSY = 8
+#: Registers that a thread has for Y, in bytes.
+FACTORS = 384
 
 
-def _outer(x: Array, y: Array, out: Array, m, n):
-    column = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * VALUES
-    row = cuda.blockIdx.y * ROWS
-    place = cuda.blockIdx.z
-    if column < n:
-        factors = cuda.local.array(DEPTH * VALUES, dtype=ACCUMULATOR)
-        total = cuda.local.array(VALUES, dtype=ACCUMULATOR)
-        y_at = y.address + place * y.place + column * y.column
-        for q in unrolled(DEPTH):
+@dataclass(frozen=True)
+class Block:
+    """How the threads of a block share its rows and columns."""
+
+    #: Values of K; columns of a thread; threads side by side; rows of a thread.
+    depth: int
+    values: int
+    across: int
+    rows: int
+
+    @property
+    def groups(self) -> int:
+        """Threads below each other: rows of a thread are so many apart."""
+        return THREADS // self.across
+
+    @property
+    def block_m(self) -> int:
+        return self.rows * self.groups
+
+    @property
+    def columns(self) -> int:
+        return self.across * self.values
+
+    def step(self, size: int) -> int:
+        """Return the values of an access of a row of X, of so many bytes each."""
+        return min(16 // size, 1 << (self.depth - 1).bit_length())
+
+    def pitch(self, size: int) -> int:
+        """Return the values from a row of X in shared memory to the next: whole accesses."""
+        return -(-self.depth // self.step(size)) * self.step(size)
+
+    def shared_bytes(self, size: int) -> int:
+        """Return the bytes of X's rows, or of the sums of columns that groups of threads have."""
+        return size * max(self.block_m * self.pitch(size), self.groups * self.columns)
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {self.values} columns a thread, K up to {self.depth}"
+
+
+def load_factors(factors, y: Array, place, column, n, k):
+    """A thread's columns of a factor Y; zeros behind its ends."""
+    at = y.address + place * y.place + i64(column) * y.column
+    for q in unrolled(DEPTH):
+        for v in unrolled(VALUES):
+            factors[q * VALUES + v] = ACCUMULATOR(0)
+        if q < k and column < n:
             if Y_RUNS:
-                loaded = LOAD_Y(y_at + q * y.row)
+                loaded = LOAD_Y(at + q * y.row)
                 for v in unrolled(VALUES):
                     factors[q * VALUES + v] = loaded[v]
             else:
                 for v in unrolled(VALUES):
-                    factors[q * VALUES + v] = LOAD_ONE(y_at + q * y.row + v * y.column)
-        x_at = x.address + place * x.place + row * x.row
-        out_at = out.address + place * out.place + row * out.row + column * OUT_BYTES
-        end = min(row + ROWS, m)
-        while row < end:
+                    factors[q * VALUES + v] = LOAD_ONE(at + q * y.row + v * y.column)
+
+
+def bring_rows(x: Array, memory, place, row0, m, k):
+    """The block's rows of X to shared memory; zeros behind its ends."""
+    base = x.address + place * x.place + i64(row0) * x.row
+    i = i32(cuda.threadIdx.x)
+    while i < BLOCK_M * DEPTH:
+        # neighbouring threads have neighbours in memory
+        if X_ALONG_K:
+            row = i32(quotient(i, DEPTH))
+            q = i32(i - row * DEPTH)
+        else:
+            q = i32(quotient(i, BLOCK_M))
+            row = i32(i - q * BLOCK_M)
+        value = ACCUMULATOR(0)
+        if row0 + row < m and q < k:
+            value = LOAD_X(base + i64(row) * x.row + i64(q) * x.column)
+        PUT_ONE(i32(memory + (row * PITCH + q) * ACC_BYTES), value)
+        i = i32(i + THREADS)
+
+
+def multiply_row(value, factors, at):
+    """A thread's sums of the row of X at an address of shared memory."""
+    for v in unrolled(VALUES):
+        value[v] = ACCUMULATOR(0)
+    for q in unrolled(PITCH // STEP):
+        if STEP > 1:
+            loaded = TAKE(i32(at + q * (STEP * ACC_BYTES)))
+            for s in unrolled(STEP):
+                if q * STEP + s < DEPTH:
+                    for v in unrolled(VALUES):
+                        value[v] = fused(loaded[s], factors[(q * STEP + s) * VALUES + v], value[v])
+        else:
+            factor = TAKE_ONE(i32(at + q * ACC_BYTES))
             for v in unrolled(VALUES):
-                total[v] = ACCUMULATOR(0)
-            for q in unrolled(DEPTH):
-                factor = LOAD_X(x_at + q * x.column)
-                for v in unrolled(VALUES):
-                    total[v] = fused(factor, factors[q * VALUES + v], total[v])
-            STORE(out_at, total)
-            x_at += x.row
-            out_at += out.row
-            row += 1
+                value[v] = fused(factor, factors[q * VALUES + v], value[v])
+
+
+def short_product(x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k):
+    """One block of out = epilogue(X Y): thread (c, r) has VALUES columns of every GROUPS-th row."""
+    memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
+    t = i32(cuda.threadIdx.x)
+    c, r = i32(t & (ACROSS - 1)), i32(t >> ACROSS_BITS)
+    blocks = i32(quotient(n + (COLUMNS - 1), COLUMNS))
+    block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
+    number = i32(cuda.blockIdx.x)
+    line = i32(quotient(number, blocks))
+    column0 = i32((number - line * blocks) * COLUMNS)
+    column = i32(column0 + c * VALUES)
+    place = i32(quotient(line, block_rows))
+    row0 = i32((line - place * block_rows) * BLOCK_M)
+
+    bring_rows(x, memory, place, row0, m, k)
+    factors = cuda.local.array(DEPTH * VALUES, dtype=ACCUMULATOR)
+    load_factors(factors, y, place, column, n, k)
+    if TWO_SUMS:
+        factors1 = cuda.local.array(DEPTH * VALUES, dtype=ACCUMULATOR)
+        load_factors(factors1, second.y, place, column, n, k)
+    offset = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    offset1 = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    added = cuda.local.array(VALUES * AHEAD, dtype=ACCUMULATOR)
+    value = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    value1 = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    result = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    summed = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    for v in unrolled(VALUES):
+        offset[v] = ACCUMULATOR(0)
+        offset1[v] = ACCUMULATOR(0)
+        summed[v] = ACCUMULATOR(0)
+        if column < n:
+            if BIAS:
+                along = place * ends.bias.place + i64(column + v) * ends.bias.column
+                offset[v] = LOAD_BIAS(ends.bias.address + along)
+            if BIAS1:
+                along = place * second.bias.place + i64(column + v) * second.bias.column
+                offset1[v] = LOAD_BIAS1(second.bias.address + along)
+    ends.out.address += place * ends.out.place + i64(column) * ends.out.column
+    ends.extra.address += place * ends.extra.place + i64(column) * ends.extra.column
+    ends.pre.address += place * ends.pre.place + i64(column) * ends.pre.column
+    second.pre.address += place * second.pre.place + i64(column) * second.pre.column
+    block_barrier()
+    while r < BLOCK_M and row0 + r < m:
+        if EXTRA:
+            for u in unrolled(AHEAD):
+                row = i32(row0 + r + u * GROUPS)
+                load_row(added, u * VALUES, ends.extra, row, column, m, n)
+        for u in unrolled(AHEAD):
+            at = i32(memory + (r + u * GROUPS) * (PITCH * ACC_BYTES))
+            multiply_row(value, factors, at)
+            if TWO_SUMS:
+                multiply_row(value1, factors1, at)
+            finish_row(
+                value,
+                value1,
+                offset,
+                offset1,
+                added,
+                u * VALUES,
+                result,
+                summed,
+                ends,
+                second,
+                i32(row0 + r + u * GROUPS),
+                column,
+                m,
+                n,
+            )
+        r = i32(r + AHEAD * GROUPS)
+    if SUMS:
+        sums += i64(line) * n * ACC_BYTES
+        sum_groups(memory, summed, sums, n, column0)
+
+
+def sum_groups(memory, summed, sums, n, column0):
+    """The sums of a block's columns: those of its groups of threads, in their order."""
+    t = i32(cuda.threadIdx.x)
+    block_barrier()
+    for v in unrolled(VALUES):
+        PUT_ONE(i32(memory + (t * VALUES + v) * ACC_BYTES), summed[v])
+    block_barrier()
+    own = i32(t)
+    while own < COLUMNS:
+        if column0 + own < n:
+            total = ACCUMULATOR(0)
+            for q in unrolled(GROUPS):
+                total = total + TAKE_ONE(i32(memory + (q * COLUMNS + own) * ACC_BYTES))
+            STORE_SUM(sums + i64(column0 + own) * ACC_BYTES, total)
+        own = i32(own + THREADS)
 
 
 #: Strides are in bytes.
-ARGUMENTS = Schema(_outer)
+ARGUMENTS = Schema(short_product, i32="m n k")
 
 
-def _kernel(p: Product, values: int) -> Kernel:
-    acc = p.accumulator
-    bindings = {
-        "THREADS": OUTER_THREADS,
-        "VALUES": values,
-        "DEPTH": p.k,
-        "ROWS": OUTER_ROWS,
-        "Y_RUNS": p.y.in_wholes(p.n, values),
-        "OUT_BYTES": p.out.itemsize,
-        "ACCUMULATOR": getattr(types, acc),
+def _kernel(p: Product, block: Block) -> Kernel:
+    acc, size = p.accumulator, intrinsics.itemsize(p.accumulator)
+    step = block.step(size)
+    bindings = bound(block, "depth values across rows groups block_m columns")
+    bindings |= finish_of(p, p.out.dtype, block.values)
+    bindings |= {
+        "THREADS": THREADS,
+        "AHEAD": AHEAD,
+        "STEP": step,
+        "PITCH": block.pitch(size),
+        "ACC_BYTES": size,
+        "ACROSS_BITS": block.across.bit_length() - 1,
+        "TWO_SUMS": p.has_two_sums,
+        "WIDE": block.values > 1,
+        "COLUMN_STEP": 1,
+        "X_ALONG_K": abs(p.x.strides[2]) <= abs(p.x.strides[1]),
+        "Y_RUNS": all(y.in_wholes(p.n, block.values) for y in (p.y, p.y1) if y is not None),
         "LOAD_X": accesses.load(p.x.dtype, 1, acc),
         "LOAD_ONE": accesses.load(p.y.dtype, 1, acc),
-        "LOAD_Y": passes.loads(p.y.dtype, values, acc),
-        "STORE": accesses.store_array(p.out.dtype, values, acc),
+        "LOAD_Y": passes.loads(p.y.dtype, block.values, acc),
+        "TAKE": accesses.load(acc, step, acc, intrinsics.SHARED),
     }
-    threads, name = OUTER_THREADS, f"short K {p.out.dtype}"
-    return kernel_of(_outer, ARGUMENTS, bindings, threads=threads, name=name)
+    return kernel_of(
+        short_product,
+        ARGUMENTS,
+        bindings,
+        threads=THREADS,
+        name=f"short K {p.epilogue.name} {p.out.dtype}",
+    )
 
 
 def _has_its_order(product: Product) -> bool:
-    """Return whether a sum may be one chain in the order of K.
+    """Return whether a sum may be one chain in the order of K, however few rows or columns it has.
 
     d_b alone has no epilogue for sure, and may have its sum in an order of its own. Other bare
     products (d_a of few columns) may, where any other kernel makes the same bits: of one term, and
@@ -92,32 +284,75 @@ def _has_its_order(product: Product) -> bool:
     """
     p = product
     graphs = p.epilogue.graphs
-    bare = len(graphs) == 1 and graphs[0] is leaf("z") and not (p.sums or p.is_rich or p.members)
+    bare = len(graphs) == 1 and graphs[0] is leaf("z") and not (p.sums or p.is_rich)
     same = p.k == 1 or (p.x.dtype == p.accumulator == "float32")
     return p.free or (bare and same)
 
 
-def take(product: Product, device: DeviceInfo) -> Plan | None:
-    """How to run it; None for others, and where rows are no runs of memory."""
+def _pays(product: Product) -> bool:
+    """Return whether this is the kernel of a sum, whatever is made of it."""
     p = product
-    if device.capability < (8, 0) or p.k > OUTER_K or p.precision != "ieee":
-        return None
-    if not _has_its_order(p) or p.m * p.n < OUTER_LEAST:
-        return None
-    # columns of a thread: 16 bytes of sums, or what rows are whole accesses of (of Y, which is
-    # read once for OUTER_ROWS rows, they may be single values)
-    values = 16 // intrinsics.itemsize(p.accumulator)
-    while values > 1 and not p.out.in_wholes(p.n, values):
+    if p.m * p.n < LEAST or p.k > ODD[p.y.dtype]:
+        return False
+    if p.k <= SHORT and _has_its_order(p):
+        return True
+    many = min(p.m, p.n) > FEW
+    return many and (p.k <= SHORT or p.n % (16 // p.y.itemsize) != 0)
+
+
+def block_of(product: Product, multiprocessors: int) -> Block:
+    """Return how a block's threads share its work: by whole accesses, where all arrays allow it."""
+    p, size = product, intrinsics.itemsize(product.accumulator)
+    depth = next(x for x in DEPTHS if x >= p.k)
+    values, factors = 16 // size, depth * (1 + p.has_two_sums) * size
+    arrays = [p.out, p.pre, p.pre1]
+    if p.extra is not None and p.extra.strides[2]:  # (else it is the same for all columns)
+        arrays.append(p.extra)
+    while values > 1 and not (
+        values * factors <= FACTORS and all(x is None or x.in_wholes(p.n, values) for x in arrays)
+    ):
         values //= 2
-    if p.x.dtype != p.y.dtype or not p.out.in_wholes(p.n, values):
+    wanted = -(-p.n // values)
+    threads = {across: -(-wanted // across) * across for across in SIDES}
+    across = next(x for x in SIDES if threads[x] <= IDLE * min(threads.values()))
+    columns = -(-wanted // across) * p.places
+    for rows in ROWS:
+        block = Block(depth, values, across, min(rows, BLOCK_ROWS * across // THREADS))
+        if columns * -(-p.m // block.block_m) >= BUSY * multiprocessors:
+            break
+    return block
+
+
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None of those that other kernels are for."""
+    p = product
+    if device.capability < (8, 0) or p.precision != "ieee" or p.members is not None:
         return None
-    grid = -(-p.n // (OUTER_THREADS * values)), -(-p.m // OUTER_ROWS), p.places
-    if max(grid[1:]) >= 1 << 16:
+    if p.is_rich and (not p.has_two_sums or p.free or p.sums):
         return None
-    arrays = {name: in_bytes(Slot(name), getattr(p, name)) for name in ("x", "y", "out")}
-    launch = Launch(_kernel(p, values), grid, ARGUMENTS(**arrays, m=p.m, n=p.n))
-    shown = f"{OUTER_ROWS} rows of {values} columns a thread, K = {p.k}"
-    return Plan((launch,), shown)
+    if p.x.dtype != p.y.dtype or not _pays(p) or max(p.m, p.n) >= 1 << 30:
+        return None
+    block = block_of(p, device.multiprocessors)
+    lines = -(-p.m // block.block_m) * p.places
+    count = -(-p.n // block.columns) * lines
+    if count >= 1 << 31:
+        return None
+    arguments = ARGUMENTS(
+        x=in_bytes(Slot("x"), p.x),
+        y=in_bytes(Slot("y"), p.y),
+        second=Second(
+            in_bytes(Slot("y1"), p.y1),
+            in_bytes(Slot("bias1"), p.bias1),
+            in_bytes(Slot("pre1"), p.pre1),
+        ),
+        m=p.m,
+        n=p.n,
+        k=p.k,
+        **finishing(p, p.out, Slot("out"), in_bytes),
+    )
+    shared = block.shared_bytes(intrinsics.itemsize(p.accumulator))
+    launch = Launch(_kernel(p, block), (count, 1, 1), arguments, shared)
+    return Plan((launch,), block, block_m=block.block_m)
 
 
 SHORT_K = Tier("cores", take)
