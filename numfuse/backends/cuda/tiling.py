@@ -75,10 +75,12 @@ JOIN_THEN = 4
 #: are fewer, which is mostly so.
 FINISH_DEEP = 16
 FINISH_FEW = 8, 2
-#: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).
-JOIN_LANES = 16
-#: Planes from which on they do.
-JOIN_DEEP = 16
+#: Threads that share a column, and columns of a block, in a join of few long columns (sums of rows
+#: of blocks: d_bias), and the same of the longest ones: 6628 planes of 3 columns took an H100 9 us
+#: by 16 threads each.
+JOIN_LANES = (16, 32), (64, 8)
+#: Planes from which on they do, and from which on these are the longest.
+JOIN_DEEP, JOIN_DEEPEST = 16, 512
 #: Loads of 16 bytes of each array that a thread of a gate has in flight, by bytes of an element:
 #: (forward, backward). On an H200 a second one made a gate in float64 6% faster, and no other.
 GATE_VECTORS = {2: (1, 1), 4: (1, 1), 8: (2, 1)}
@@ -111,6 +113,11 @@ def chain(k: int, dtype: str) -> int:
 #: that; the rest is for what a model of times does not know.
 SPLIT_PART = CHAIN
 SPLIT_GAIN = 0.9
+#: Of blocks by cp.async, whose models know more, it is so much; and K is cut where they are fewer
+#: than so many for each multiprocessor: of one and a half the second round is half empty. (On an
+#: H100 203 blocks of 1840 x 4644 x 862 in float64 took 380 us, cuBLAS 312; 77 x 4864 x 12288 in
+#: float32, transposed, 627 in one part and 396 in five.)
+CUT_GAIN, CUT_ROUNDS = 0.94, 2
 
 
 def parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
@@ -224,6 +231,9 @@ FILL, CORE_FILL = 64, 92
 #: over 106,496 rows was at 34 TFLOP/s in one part, where d_a was at 53.)
 MORE_ROUNDS = 3, 4, 6
 DEEP = 1 << 14
+#: The same of results whose blocks are more than half a round: 203 of 132 take two, and three parts
+#: of each five thirds.
+FINE_ROUNDS = 3, 5, 8
 #: What a join takes to begin and end, in multiply-adds of one multiprocessor, by tensor cores, by
 #: these in float64 and by CUDA cores (2 to 3 us), and what a value of a plane takes on its way
 #: through memory, in those of all.
@@ -401,7 +411,8 @@ def _counts(
 ) -> list[tuple[int, int]]:
     """Return (length, number) of parts of a sum that fill so many blocks to whole rounds."""
     slots = tile.resident * multiprocessors
-    rounds = 0.5, 1, 0 if tile.chunk else 2, *(MORE_ROUNDS if k >= DEEP else ())
+    more = MORE_ROUNDS if k >= DEEP else FINE_ROUNDS if 2 * blocks > slots else ()
+    rounds = 0.5, 1, 0 if tile.chunk else 2, *more
     wanted = {max(1, int(x * slots) // max(1, blocks)) for x in rounds}
     found: dict[tuple[int, int], None] = {}
     for number in wanted | {1}:
@@ -430,18 +441,21 @@ _Way = tuple[float, CudaBlock, int, int]
 
 def ways(
     tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, part: int,
-    multiprocessors: int,
+    multiprocessors: int, beside: tuple[float, ...] = (),
 ) -> list[_Way]:  # fmt: skip
-    """Return the ways to run a product; K is cut to parts of `part` at least, 0: it is not."""
+    """Return the ways to run a product; K is cut to parts of `part` at least, 0: it is not.
+
+    `beside` is what each tile costs beside that, 0 where it is empty.
+    """
     found = []
-    for tile in tiles:
+    for tile, more in zip(tiles, beside or (0.0,) * len(tiles), strict=True):
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
         cuts = [(max(1, k), 1)]
         if part:
             cuts = _counts(tile, blocks, k, multiprocessors, part)
         for length, number in cuts:
             expected = cost(tile, m, n, places, length, number, multiprocessors)
-            found.append((expected, tile, length, number))
+            found.append((expected + more, tile, length, number))
     return found
 
 
@@ -458,27 +472,31 @@ def _cheapest(*how: Any) -> _Way:
 @functools.lru_cache(maxsize=4096)
 def block(
     tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, free: bool,
-    multiprocessors: int, whole: bool = False,
+    multiprocessors: int, whole: bool = False, beside: tuple[float, ...] = (),
 ) -> tuple[CudaBlock, int, int, float]:  # fmt: skip
     """The tile of a product, (length, number) of the parts of its sum, its work.
 
     It has the least work on the multiprocessor that has the most. Where the sum is `free`, the
     parts (not the tile) depend on the sizes of one place: an element of a batch gives what it gives
     alone. Else there is one part, but where the first tile's blocks of all places are fewer than
-    multiprocessors, and parts save much (never where K shall stay `whole`).
+    `CUT_ROUNDS` of multiprocessors, and parts save much (never where K shall stay `whole`).
+    `beside` is what each tile costs beside its work.
     """
     count = 1 if free else places
-    best = _cheapest(tiles, m, n, k, count, PART if free else 0, multiprocessors)
+    best = _cheapest(tiles, m, n, k, count, PART if free else 0, multiprocessors, beside)
     blocks = -(-m // tiles[0].block_m) * -(-n // tiles[0].block_n) * places
-    if not (free or whole) and blocks < multiprocessors:
-        cut = _cheapest(tiles, m, n, k, places, SPLIT_PART, multiprocessors)
-        if cut[0] < SPLIT_GAIN * best[0]:
+    if not (free or whole) and blocks < CUT_ROUNDS * multiprocessors:
+        cut = _cheapest(tiles, m, n, k, places, SPLIT_PART, multiprocessors, beside)
+        if cut[0] < CUT_GAIN * best[0]:
             best = cut
     work, tile, part, parts = best
     if free and places > 1:  # the parts are fixed, but all places share the device
-        fitting = [t for t in tiles if parts == 1 or part % t.block_k == 0]
-        costs = [cost(t, m, n, places, part, parts, multiprocessors) for t in fitting]
-        work, tile = min(zip(costs, fitting, strict=True), key=itemgetter(0))
+        costs = [
+            (cost(t, m, n, places, part, parts, multiprocessors) + more, t)
+            for t, more in zip(tiles, beside or (0.0,) * len(tiles), strict=True)
+            if parts == 1 or part % t.block_k == 0
+        ]
+        work, tile = min(costs, key=itemgetter(0))
     return tile, part, parts, work
 
 

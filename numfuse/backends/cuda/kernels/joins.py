@@ -146,18 +146,18 @@ JOIN = Schema(join)
 
 
 def join_columns(planes, out: Array, n, depth):
-    """out[o, c] = the sum of planes[o, q, c] over q; 32 columns a block.
+    """out[o, c] = the sum of planes[o, q, c] over q; ACROSS columns a block.
 
     Lane r of LANES adds up planes r, r + LANES, ..., and thread 0 of a column the lanes.
     """
-    shared = cuda.shared.array((2 * LANES, 32), REAL)
+    shared = cuda.shared.array((2 * LANES, ACROSS), REAL)
     total = cuda.local.array(1, REAL)
     error = cuda.local.array(1, REAL)
     ahead = cuda.local.array(AHEAD, REAL)
     total[0], error[0] = ZERO, ZERO
-    c = cuda.threadIdx.x & 31
-    r = cuda.threadIdx.x >> 5
-    column = cuda.blockIdx.x * 32 + c
+    c = cuda.threadIdx.x & (ACROSS - 1)
+    r = cuda.threadIdx.x >> ACROSS_BITS
+    column = cuda.blockIdx.x * ACROSS + c
     place = cuda.blockIdx.y
     if column < n:
         at = planes + ((place * depth + r) * n + column) * ITEMSIZE
@@ -253,12 +253,17 @@ def columns(
 ) -> Launch:
     """Return the join of contiguous planes of one row to the slot "out"; arguments as of `rows`."""
     count, depth, _, n = lengths
-    lanes = tiling.JOIN_LANES
-    bindings = _bindings(accumulator, 1) | {"LANES": lanes, "STORE": elements.stores(out.dtype)}
+    lanes, across = tiling.JOIN_LANES[depth >= tiling.JOIN_DEEPEST]
+    bindings = _bindings(accumulator, 1) | {
+        "LANES": lanes,
+        "ACROSS": across,
+        "ACROSS_BITS": across.bit_length() - 1,
+        "STORE": elements.stores(out.dtype),
+    }
     name = f"join columns {out.dtype}"
-    made = kernel_of(join_columns, COLUMNS, bindings, threads=32 * lanes, name=name)
+    made = kernel_of(join_columns, COLUMNS, bindings, threads=across * lanes, name=name)
     arguments = COLUMNS(planes=planes, out=in_bytes(Slot("out"), out), n=n, depth=depth)
-    return Launch(made, (-(-n // 32), count, 1), arguments)
+    return Launch(made, (-(-n // across), count, 1), arguments)
 
 
 def joins(

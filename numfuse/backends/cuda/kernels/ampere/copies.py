@@ -12,6 +12,7 @@ from __future__ import annotations
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
 from numfuse.backends.cuda.plan.product import Product
+from numfuse.backends.cuda.tiling import CudaBlock
 
 #: Shares of a product's time that X and Y take when they are turned in registers, as a sweep of an
 #: H200 has them, whose products are smaller: at 4096 cubed it takes 1.05 times as long with X, 1.15
@@ -37,6 +38,15 @@ def share(way: Fetch, own: int) -> float:
     if way.held:
         return TURNED[own - 1]
     return NARROW.get(way.values, 0.0)
+
+
+def of_tile(part: float, own: int, tile: CudaBlock) -> float:
+    """Return the share that a factor takes in a tile; `part` is that in a block of 64 x 128.
+
+    Of blocks with fewer rows there are more, and each reads its slice of Y. (By the sweep's times
+    X costs the narrow ones no more.)
+    """
+    return part if own == 1 else part * WHOLE / tile.block_m
 
 
 def ways(work: int, elements: int, part: float, multiprocessors: int) -> tuple[float, float]:

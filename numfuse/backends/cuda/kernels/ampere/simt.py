@@ -201,25 +201,35 @@ def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
 _SAMPLE = tiling.CORE_BLOCKS[0].block_m, tiling.CORE_BLOCKS[0]
 
 
-def _costly(product: Product) -> list[tuple[int, float]]:
+def _costly(product: Product, tile: CudaBlock) -> list[tuple[int, float]]:
     """Return elements of X and of each Y, and the share of the time that they take as they lie."""
     p, found = product, []
     columns = p.n * (1 + p.woven)
     factors = [(1, p.x, p.m), *((2, right, columns) for right in p.rights)]
     for own, operand, length in factors:
-        part = copies.share(fetch(operand, own, *_SAMPLE), own)
+        part = copies.of_tile(copies.share(fetch(operand, own, *_SAMPLE), own), own, tile)
         if own == 1:
             part *= 1 + p.has_two_sums
         found.append(((p.places if operand.strides[0] else 1) * length * p.k, part))
     return found
 
 
-def copied(product: Product, device: DeviceInfo) -> tuple[bool, ...]:
+def copied(product: Product, device: DeviceInfo, tile: CudaBlock) -> tuple[bool, ...]:
     """Return whether X, and whether each Y, is copied before: where that pays (`copies`)."""
     busy = device.multiprocessors
     return tuple(
-        part > 0 and copies.pays(product, size, part, busy) for size, part in _costly(product)
+        part > 0 and copies.pays(product, size, part, busy) for size, part in _costly(product, tile)
     )
+
+
+def _beside(product: Product, tiles: Sequence[CudaBlock], busy: int) -> tuple[float, ...]:
+    """Return what the factors cost each tile beside its arithmetic: copied or as they lie."""
+    found = []
+    for tile in tiles:
+        factors = [factor for factor in _costly(product, tile) if factor[1]]
+        ways = [[copies.added(product, *x, how, busy) for how in (True, False)] for x in factors]
+        found.append(sum(map(min, ways)))
+    return tuple(found)
 
 
 def stacking_pays(m: int, n: int, k: int, rights: Sequence[Operand], device: DeviceInfo) -> bool:
@@ -262,7 +272,7 @@ def plan(
     shapes = [(1, (p.m, p.k)), *[(2, (p.k, p.n * (1 + p.woven)))] * len(p.rights)]
     # on Hopper each of the launches is ready when the one before it ends
     overlaps = device.capability >= (9, 0)
-    wanted = copied(p, device) if copy is None else copy
+    wanted = copied(p, device, tile) if copy is None else copy
     for number, (own, shape) in enumerate(shapes):
         if wanted[number] and layouts.fits(shape, p.places, own):
             to = Slot("work", workspace)
@@ -321,33 +331,37 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     where = p.k, p.places, p.free, device.multiprocessors
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
-    tile, part, parts, work = tiling.block(tiles, p.m, n, *where, p.whole)
+    beside = _beside(p, tiles, device.multiprocessors)
+    tile, part, parts, work = tiling.block(tiles, p.m, n, *where, p.whole, beside)
     if p.is_rich:
         return plan(p, device, tile, part, parts) if parts == 1 else None
     beyond = p.n % tiles[0].block_n
     if parts == 1 and 0 < beyond < p.n and p.members is None:
-        found = _in_two(p, device, tiles, work)
+        found = _in_two(p, device, dict(zip(tiles, beside, strict=True)), work)
         if found is not None:
             return found
     return plan(p, device, tile, part, parts)
 
 
 def _in_two(
-    product: Product, device: DeviceInfo, tiles: tuple[CudaBlock, ...], work: float
+    product: Product, device: DeviceInfo, tiles: dict[CudaBlock, float], work: float
 ) -> Plan | None:
     """Return a plan with a launch of its own for the last columns, if that is less work.
 
-    These are columns in whose blocks most lies outside of the result. Column sums have one row for
-    each row of blocks, so both launches have blocks of as many rows then.
+    `tiles` have what each costs beside its work. These are columns in whose blocks most lies
+    outside of the result. Column sums have one row for each row of blocks, so both launches have
+    blocks of as many rows then.
     """
-    p, beyond = product, product.n % tiles[0].block_n
+    first = next(iter(tiles))
+    p, beyond = product, product.n % first.block_n
     where = p.k, p.places, False, device.multiprocessors, True
-    beside = runs_beside(device, copied(p, device))
+    beside = runs_beside(device, copied(p, device, first))
     launch = tiling.BESIDE_COST if beside else tiling.CORE_LAUNCH
     best = None
     for height in {tile.block_m for tile in tiles} if p.sums else {0}:
         fitting = tuple(tile for tile in tiles if height in (0, tile.block_m))
-        wide, part, parts, most = tiling.block(fitting, p.m, p.n - beyond, *where)
+        costs = tuple(tiles[tile] for tile in fitting)
+        wide, part, parts, most = tiling.block(fitting, p.m, p.n - beyond, *where, costs)
         thin, *_, more = tiling.block(fitting, p.m, beyond, *where)
         found = most + more + launch, wide, thin, part, parts
         if found[0] < work and (p.n - beyond) % wide.block_n == 0:
@@ -364,9 +378,9 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
     n = p.n * (1 + p.has_two_sums)
     where = p.m, n, p.k, 1 if p.free else p.places, least, busy
-    factors = _costly(p)
-    can = [(False, True) if part else (False,) for _, part in factors]
     for _, tile, part, parts in tiling.ways(_tiles(p, device), *where):
+        factors = _costly(p, tile)
+        can = [(False, True) if part else (False,) for _, part in factors]
         for copy in itertools.product(*can):
             name = tiling.way_name(tile, part, parts)
             work = tiling.cost(tile, p.m, n, p.places, part, parts, busy)
