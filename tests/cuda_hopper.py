@@ -92,6 +92,7 @@ class Hopper(Machine):
             shared_load_f32=lambda at: self.floats("shared", at, 1)[0],
             shared_load2_f32=lambda at: self.floats("shared", at, 2),
             shared_load16=lambda at: self.halfword("shared", at),
+            shared_store_f32=lambda at, x: self.write("shared", at, np.float32(x).tobytes()),
             shared_store16=lambda at, word: self.put("shared", at, word),
             shared_store32=lambda at, word: self.put("shared", at, word, 4),
             global_load16=lambda at, inside: self.halfword("global", at) if inside else 0,

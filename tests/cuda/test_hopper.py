@@ -886,6 +886,20 @@ def test_a_copy_of_a_factor_serves_every_product_of_a_call():
     assert [p["y copy"] for p in products] == [at[3], at[3], at[4]]
 
 
+def test_the_second_of_two_copies_runs_beside_the_first():
+    """Guards: it waits for nothing at its start, where alone it follows one that has waited."""
+    rec = Recorder(Recording(), "ieee")
+    half = {"dtype": "bfloat16", "itemsize": 2, "alignment": 2}
+    a, b = (replace(matrix(i, 1001, 1003), **half) for i in (2, 3))
+    batches.product(rec, a, b, (), replace(matrix(4, 1001, 1003), **half), "float32")
+    names = [step.name for step, _ in rec._steps if step.name.startswith("convert")]
+    assert names == ["convert copy", "convert copy beside"]
+    # of b there is a copy, and the other one is the first of its product
+    batches.product(rec, b.turned, b, (), replace(matrix(5, 1003, 1003), **half), "float32")
+    names = [step.name for step, _ in rec._steps if step.name.startswith("convert")]
+    assert names[2:] == ["convert copy"] * (len(names) - 2)
+
+
 def test_a_copy_of_what_was_written_since_is_made_again():
     assert [source for source, _ in copied(backward_products(overwrite=True))] == [3, 4, 3]
 

@@ -233,6 +233,9 @@ class Launch:
     #: The slot that it fills ("x copy" or "y copy") with what depends on x or y alone, and its
     #: bytes: another product of the same factor may find it there.
     makes: tuple[str, int] | None = None
+    #: The kernel that does the same beside another such launch, which is right before it: two
+    #: copies, neither of which reads what the other one writes.
+    beside: Kernel | None = None
 
     @property
     def table(self) -> tuple[str, ...]:

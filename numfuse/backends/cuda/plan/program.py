@@ -11,6 +11,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -172,8 +173,11 @@ class Recorder:
                 self._copies[key] = _WORK, self._room(nbytes)
                 self._copied += nbytes
             found[copy] = self._copies[key]
-        wanted = tuple(x for x in plan.launches if x.makes is None or x.makes[0] not in there)
-        self.launches(wanted, found, workspace)
+        wanted = [x for x in plan.launches if x.makes is None or x.makes[0] not in there]
+        for number, (before, launch) in enumerate(pairwise(wanted), 1):
+            if before.beside is not None and launch.beside is not None:
+                wanted[number] = replace(launch, kernel=launch.beside)
+        self.launches(tuple(wanted), found, workspace)
 
     def launches(
         self, launches: tuple[Launch, ...], at: dict[str, tuple[int, int]], workspace: int = 0

@@ -57,6 +57,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.hopper.mainloop import row_of
 from numfuse.backends.cuda.kernels.hopper.records import Maps, Second, Unit, Work
 
 
@@ -110,7 +111,7 @@ def finish(
         if STAGED or EXTRA != "" or PRE != "":
             # of this piece alone: what pieces have in common would fill registers
             top, left = fresh(top), fresh(left)
-        row = top + warp * 16 + (lane >> 2)
+        row = top + row_of(thread)
         if ALONE:
             # the buffer is free once the store that was so many pieces ago has been read
             if lane == 0:

@@ -178,12 +178,14 @@ def copy_of(
     if max(grid[1:]) > 65535:
         return None
     source = Array(Slot(name), *strides)
+    kind_of_copy = "copy" if kind in HALF else kind
     return Launch(
-        copy_kernel(kind if kind not in HALF else "copy", wide),
+        copy_kernel(kind_of_copy, wide),
         grid,
         ARGUMENTS(source=source, out=copy, rows=rows, columns=columns, pitch=pitch, plane=plane),
         overlaps=True,
         makes=(copy.name, planes_of(kind) * plane * 2),
+        beside=copy_kernel(kind_of_copy, wide, beside=True),
     )
 
 
@@ -194,7 +196,8 @@ def convert(source: Array, out, rows, columns, pitch, plane):
     `pitch`: elements of a row of `out`, a multiple of 8; `plane`: of a part of a split operand.
     What lies between `columns` and `pitch` is written with zeros, and never read.
     """
-    grid_wait()
+    if not BESIDE:
+        grid_wait()
     grid_release()
     thread = thread_index() + 0
     column = (block_index() * 64 + (thread & 63)) * 8
@@ -229,6 +232,8 @@ def convert(source: Array, out, rows, columns, pitch, plane):
             first = 4 * p
             a, b, c, d = words[first], words[first + 1], words[first + 2], words[first + 3]
             global_store4_b32(to + p * plane * 2, a, b, c, d, inside)
+    if BESIDE:
+        grid_wait()  # what comes behind waits for this launch alone
 
 
 #: Strides are in elements.
@@ -236,13 +241,17 @@ ARGUMENTS = Schema(convert)
 
 
 @functools.lru_cache(maxsize=64)
-def copy_kernel(kind: str, wide: bool) -> Kernel:
-    """The kernel that copies 16-bit values ("copy"), or splits float32 ("bf16x6", "bf16x3")."""
+def copy_kernel(kind: str, wide: bool, beside: bool = False) -> Kernel:
+    """The kernel that copies 16-bit values ("copy"), or splits float32 ("bf16x6", "bf16x3").
+
+    `beside`: it begins when the launch before it does, which has waited for all that it reads.
+    """
     bindings = parts.bindings() | {
         "KIND": kind,
         "PLANES": planes_of(kind),
         "WIDE": wide,
+        "BESIDE": beside,
         "SOURCE_SIZE": 2 if kind == "copy" else 4,
     }
-    name = f"convert {kind}{' wide' if wide else ''}"
+    name = f"convert {kind}{' wide' * wide}{' beside' * beside}"
     return kernel_of(convert, ARGUMENTS, bindings, threads=256, name=name)

@@ -67,6 +67,7 @@ from numfuse.backends.cuda.kernels.hopper.mainloop import (
     multiply_parts,
     multiply_slices,
     place_of,
+    row_of,
 )
 from numfuse.backends.cuda.kernels.hopper.producer import produce, unit_at
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Unit, Work
@@ -170,6 +171,14 @@ def second_bias(bias: Array, here: Unit, column, n):
         return ZERO
 
 
+def all_of_a_block(consumer):
+    """Wait for all threads that multiply the same block, and so have the same biases."""
+    if PING_PONG:
+        group_barrier(1 + consumer, 128)
+    else:
+        group_barrier(3, 128 * CONSUMERS)
+
+
 def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
     """A consumer's thread: its blocks, or its 64 rows of every block."""
     thread = thread_index() - 128
@@ -182,11 +191,11 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
     if PLANES > 1:
         total = cuda.local.array(VALUES, types.float32)
         first = 0 if PING_PONG else 64 * consumer
-        place = place_of(thread, first + 16 * (thread >> 5) + ((thread & 31) >> 2))
+        place = place_of(thread, first + row_of(thread))
     staging = shared + STAGING_AT + consumer * OWN_STAGING
     biases = shared + BIAS_AT
     if PING_PONG:
-        biases += 2 * BIAS_BYTES * consumer
+        biases += BIAS_PLACES * BIAS_BYTES * consumer
     ahead = cuda.local.array(BIASES, types.float32)
     arrived = shared + FULL_AT + 16 * STAGES + 8 * BUFFERS * consumer
     turn = shared + FULL_AT + 16 * STAGES + 16 * BUFFERS
@@ -239,12 +248,11 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
             )
         if BIAS != "":
             # two places by turns: no warp is still reading the block's before the last
+            if BIAS_PLACES == 1:
+                all_of_a_block(consumer)
             for i in unrolled(BIASES):
                 shared_store_f32(biases + turned + (thread + 128 * i) * 4, ahead[i])
-            if PING_PONG:
-                group_barrier(1 + consumer, 128)
-            else:
-                group_barrier(3, 128 * CONSUMERS)  # one block, and so one bias
+            all_of_a_block(consumer)
         if OUT == "residues":
             at = ends.out.address + here.part * work.part_step + here.place * ends.out.place
             row = here.row0 + 16 * (thread >> 5) + ((thread & 31) >> 2)
@@ -265,7 +273,8 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
                 here,
                 work,
             )
-        turned ^= BIAS_BYTES
+        if BIAS_PLACES == 2:
+            turned ^= BIAS_BYTES
         if EXTRA == "map" and CHUNKS // BUFFERS % 2:
             extra_parity ^= 1
         if SUMS:

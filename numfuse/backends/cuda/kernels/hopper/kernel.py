@@ -170,8 +170,16 @@ class Gemm:
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes of a block's biases as float32; of each block at work two are kept by turns."""
+        """Bytes of a block's biases as float32."""
         return 4 * max(128, self._lines) if self.bias else 0
+
+    @property
+    def bias_places(self) -> int:
+        """Places of a block's biases: two by turns, or one where the second costs a stage.
+
+        Before one is written again, the groups wait for each other.
+        """
+        return 2 if self._stages(2) == self._stages(1) else 1
 
     @property
     def staging_bytes(self) -> int:
@@ -180,14 +188,16 @@ class Gemm:
             needed = max(needed, 16 * self.tile.block_n)
         return -(-needed // 1024) * 1024 * self.tile.consumers
 
-    @property
-    def _biases(self) -> int:
-        return 2 * self.bias_bytes * (2 if self.tile.ping_pong else 1)
+    def _biases(self, places: int) -> int:
+        return places * self.bias_bytes * (2 if self.tile.ping_pong else 1)
+
+    def _stages(self, bias_places: int) -> int:
+        others = self.staging_bytes + self._biases(bias_places)
+        return min(MOST_STAGES, (SHARED_BYTES - EXTRA_BYTES - others) // self.stage_bytes)
 
     @property
     def stages(self) -> int:
-        others = self.staging_bytes + self._biases
-        return min(MOST_STAGES, (SHARED_BYTES - EXTRA_BYTES - others) // self.stage_bytes)
+        return self._stages(self.bias_places)
 
     # where in shared memory staging, biases and mbarriers begin, behind the stages
     @property
@@ -200,7 +210,7 @@ class Gemm:
 
     @property
     def full_at(self) -> int:
-        return self.bias_at + self._biases
+        return self.bias_at + self._biases(self.bias_places)
 
     @property
     def shared_bytes(self) -> int:
@@ -213,9 +223,9 @@ class Gemm:
         b |= bound(
             self,
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
-            " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums"
-            " columns two_terms two_sums two_rights two_biases bias1 pre pre1 woven woven_out"
-            " y_columns x_bytes",
+            " bias_at full_at bias_bytes bias_places alone buffers width chunks staged out extra"
+            " bias sums columns two_terms two_sums two_rights two_biases bias1 pre pre1 woven"
+            " woven_out y_columns x_bytes",
         )
         b |= {
             "DEPTH": DEPTHS.get(self.operands, 64),

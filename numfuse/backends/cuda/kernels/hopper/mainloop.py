@@ -65,6 +65,20 @@ def multiply_slices(acc, shared, x_offset, stage, parity, count, next_turn, lead
     return stage, parity
 
 
+def row_of(thread):
+    """The first of a thread's two rows of its group's 64, of which the other is 8 below.
+
+    It is the one of wgmma's fragments, but that the eight of a warp take turns: a thread with a
+    part of each of rows 0, 4, 2 and 6 of X reads other banks than its neighbours, where rows 0 and
+    1 have the same pieces in exchanged places.
+    """
+    lane = thread & 31
+    row = lane >> 2
+    if PLANES > 1:
+        row = (row & 2) | ((row & 1) << 2) | (row >> 2)
+    return 16 * (thread >> 5) + row
+
+
 def place_of(thread, row):
     """Where a thread's numbers of X begin in a slice, of which its first row is `row`.
 

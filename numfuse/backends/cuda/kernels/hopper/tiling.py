@@ -48,6 +48,7 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 128, 2, False), 565),
     (HopperTile(128, 64, 2, False), 440),
     (HopperTile(64, 128, 1, False), 340),
+    (HopperTile(64, 256, 1, False), 860),
     (HopperTile(64, 64, 1, False), 245),
     (HopperTile(64, 32, 1, False), 305),
 )
@@ -76,6 +77,11 @@ HOPPER_ROWS = 0.25
 HOPPER_START = 3000
 #: Bytes a cycle that all multiprocessors together move to and from memory.
 HOPPER_BYTES = 2300
+#: Rows of a product up to which so few blocks share a slice of Y (and more than one) that a
+#: multiprocessor gets slices at this rate, in bytes a cycle. (257 x 5632 x 6144 in float16 on an
+#: H100, microseconds: 64 x 128 63, 64 x 256 49, 128 x 256 60, or 43, 49 and 46 bytes a cycle; on an
+#: H200 64 x 128 49, or 57. Of 1024 rows 64 x 128 takes the time of the table.)
+HOPPER_FEW_ROWS, HOPPER_SLICE_BYTES = 640, 52
 #: Slices of K of one part, at the least: the pipeline has to fill.
 HOPPER_PART = 8
 #: Below so many multiply-adds, or so long a K, an operand is not copied for the copy engine's sake:
@@ -174,9 +180,12 @@ def cycles(
     split: int, heavy: bool, rows: bool,
 ) -> float:  # fmt: skip
     """Return the cycles of the multiprocessor with the most blocks."""
-    work = -(-slices // parts) * dict(HOPPER_SPLIT_TILES if split else HOPPER_TILES)[tile]
+    each: float = dict(HOPPER_SPLIT_TILES if split else HOPPER_TILES)[tile]
     if split:
-        work = work * split // 6
+        each = each * split // 6
+    elif 64 < m <= HOPPER_FEW_ROWS:
+        each = max(each, 128 * (tile.block_m + tile.block_n) / HOPPER_SLICE_BYTES)
+    work = -(-slices // parts) * each
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
     elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
     finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
