@@ -1,7 +1,8 @@
 """Tests that CI runs every week, and a plain run leaves out: NUMFUSE_TEST_ALL runs them all.
 
-Each takes 10 seconds and more of a core, and has most of its text in common with another set of
-parameters of the same test, which every run has. Of the tests in `COVERED`, whose sets of
+Each takes seconds of a core (those of one file together a minute), and has most of its text in
+common with another set of parameters of the same test, which every run has. Of a test of threads
+that is one kind of Numba's threads, by turns. Of the tests in `COVERED`, whose sets of
 parameters take that long together, every run has so many sets that each value is met; of the
 kernels that `test_cuda_compile` compiles it has every kind.
 """
@@ -41,6 +42,19 @@ SELDOM = (
     "test_a_factor_becomes_its_residues[y-18-reversed",
     "test_fast_math_around_a_call_changes_no_bit[float64",
     "test_dask_cluster.py::test_the_training_example_learns",
+    "test_a_pool_of_threads_with_different_shapes[omp",
+    "test_a_backward_by_blocks_has_the_same_bits_on_any_number_of_threads[workqueue",
+    "test_set_num_threads_belongs_to_the_thread_that_calls_it[omp",
+    "test_a_small_call_stays_in_its_thread[workqueue",
+    "test_workers_of_a_forking_pool_may_call[workqueue",
+    "test_a_parent_and_its_children_do_not_share_workspaces[omp",
+    "test_a_fork_while_other_threads_are_in_a_call[workqueue",
+    "test_an_interrupted_call_leaves_the_next_one_right[omp",
+    "test_an_interrupt_at_any_step_of_a_launch_leaves_nothing_locked[workqueue",
+    "test_an_exception_in_one_thread_leaves_the_others_right[omp",
+    "test_a_call_while_the_interpreter_ends_still_runs[workqueue",
+    "test_threads.py::test_a_row_has_the_same_bits_alone_and_in_a_larger_problem[float64",
+    "test_threads.py::test_a_member_of_a_batch_has_the_same_bits_alone[float32",
 )
 #: Names of tests.
 COVERED = frozenset(
