@@ -752,7 +752,7 @@ ASKING = "wgmma bf16"
 SECONDS = {"network": 15, "wgmma": 12, "cores": 5, "few": 5, "mma.sync": 5, "small": 5, "tensor": 5,
            "vectors": 5}  # fmt: skip
 #: Kernels that are alike but for the name of an instruction, or another term of the same kind.
-ALIKE = {"float16": "bfloat16", "bf16x6": "bf16x3"}
+ALIKE = {"float16": "bfloat16", "tf32": "bfloat16", "bf16x6": "bf16x3"}
 
 
 def _kinds(case: Case) -> set[object]:

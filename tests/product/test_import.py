@@ -166,7 +166,7 @@ def tree_of(module: str) -> ast.Module:
 
 @functools.cache
 def nodes_of(module: str) -> list[ast.AST]:
-    """Every node of a module: three tests of each look at all of them, and to walk takes longest."""
+    """Every node of a module, which several tests look at: to walk is what takes them longest."""
     return list(ast.walk(tree_of(module)))
 
 
