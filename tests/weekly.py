@@ -137,6 +137,20 @@ COVERED = frozenset(
     test_residual_and_its_gradient
     test_backward_is_within_the_bound_of_one_machine
     test_batches_and_sums_over_broadcast_axes
+    test_gated_double_backward_is_the_derivative_of_gated_backward
+    test_forward_mode_is_the_transpose_of_backward
+    test_a_part_of_the_second_gated_gradients_is_the_same
+    test_infinity_gives_the_limit_of_the_second_derivative
+    test_the_guard_zeroes_both_derivatives
+    test_double_backward_agrees_with_arbitrary_precision
+    test_blocks_of_an_epilogue_are_exact_within_the_bound
+    test_a_batch_gives_what_a_loop_gives
+    test_thin_deep_and_shallow
+    test_gated_output_fence_is_untouched
+    test_tails_are_accurate_relatively
+    test_sums_of_alternate_columns_have_the_bits_of_columns_by_themselves
+    test_two_results_alternate_in_one_array
+    test_sums_stay_float32_where_a_pass_reads_them
     """.split()
 )
 
