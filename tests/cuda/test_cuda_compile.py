@@ -761,6 +761,8 @@ def _kinds(case: Case) -> set[object]:
     for launch in case.launches:
         first, *more = launch.kernel.name.split()
         words = more if first == "wgmma" else [x for x in more if x.isalpha()]
+        if first == "network":
+            words = words or ["jet"]  # (a value is one of no directions)
         # (those that convert differ in little, and come with long ones)
         found.add((first, *(ALIKE.get(x, x) for x in words[: first != "convert"])))
     return found

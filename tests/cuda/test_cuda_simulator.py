@@ -58,7 +58,7 @@ SETS = "2" if weekly.ALL else "1"
 CONFORMANCE = suite(FILES, "-k", f"cuda and not pages and (not conformance_higher.py or {HIGHER})")
 #: The same where float64 is made of integers: what a product ends in, and its gradients' products.
 INTEGERS = suite(
-    [f"conformance/test_conformance{part}.py" for part in ("", *["_higher"] * weekly.ALL)],
+    [file for file in FILES if "test_conformance" in file],
     *("-k", f"cuda and float64 and not pages and (not conformance_higher.py or {HIGHER})"),
     NUMFUSE_TEST_PRECISION="int8", NUMFUSE_TEST_SETS=SETS,
 )  # fmt: skip
