@@ -271,7 +271,8 @@ def _covering(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.
         call = getattr(item, "callspec", None)
         backend = call.params.get("backend", "") if call is not None else ""
         compiles = item.get_closest_marker("compiles") and backend in BACKENDS
-        if (compiles and _is_covered(backend)) or weekly.is_covered(item.name):
+        covered = (compiles and _is_covered(backend)) or weekly.is_covered(item.name)
+        if covered and not _is_skipped(item):  # (what does not run holds no value)
             sets.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
     dropped: set[pytest.Item] = set()
     for found in sets.values():
@@ -279,6 +280,11 @@ def _covering(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.
         dropped |= set(found) - weekly.covering(values)
     left += [item for item in items if item in dropped]
     return [item for item in items if item not in dropped]
+
+
+def _is_skipped(item: pytest.Item) -> bool:
+    """Whether a test says of itself that it does not run here."""
+    return any(bool(mark.args) and mark.args[0] is True for mark in item.iter_markers("skipif"))
 
 
 def _few(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:

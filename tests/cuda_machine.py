@@ -535,7 +535,7 @@ class Machine:
         known: dict[Any, Callable[..., Any]] = {}
 
         def call(*args: Any) -> Any:
-            key = tuple([_key(a) for a in args])
+            key = tuple(map(_key, args))
             made = known.get(key)
             if made is None:
                 kinds = tuple([_kind(a) for a in args])
@@ -554,7 +554,10 @@ def _emits(value: Any, kinds: tuple[Any, ...], empty: tuple[bool, ...]) -> Calla
     for name, kind, none in zip(names, signature.args, empty, strict=True):
         values.append(None if none else Value(name, LLVM.get(kind)))
         if isinstance(kind, types.Integer):
-            builder.lines.append(f"{name} = signed({name}, {kind.bitwidth})")
+            # (nearly every one is of that range already, and a call takes longer than to look)
+            most = 1 << kind.bitwidth - 1
+            kept = f"type({name}) is int and {-most} <= {name} < {most}"
+            builder.lines.append(f"{name} = {name} if {kept} else signed({name}, {kind.bitwidth})")
         elif kind == types.boolean:
             builder.lines.append(f"{name} = bool({name})")
         elif kind in LLVM:

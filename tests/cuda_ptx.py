@@ -105,24 +105,40 @@ def block(text: str) -> Callable[[Any, list[Any]], Any]:
     count = len(wanted)
     assert wanted == set(range(count)), f"results are written out of order: {text}"
 
-    def run(machine: Any, given: list[Any]) -> Any:
-        known: dict[str, Any] = {f"${count + i}": x for i, x in enumerate(given)}
+    lines = [f"{_name(f'${count + i}')} = given[{i}]" for i in _given(steps, count)]
+    scope: dict[str, Any] = {"LONG": LONG, "WORD": WORD, "result": _result}
 
-        def value(word: str) -> Any:
-            return known[word] if word in known else _literal(word)
+    def value(word: str) -> str:
+        if word[0] not in "-0123456789":
+            return _name(word)
+        name = f"literal{len(scope)}"
+        scope[name] = _literal(word)
+        return name
 
-        for name, to, of in steps:
-            if to.startswith("{"):
-                low, high = (x.strip() for x in to.strip("{}").split(","))
-                whole = int(value(of[0])) & LONG
-                known[low], known[high] = whole & WORD, whole >> 32
-            elif of[0].startswith("{"):
-                low, high = (value(x.strip()) for x in of[0].strip("{}").split(","))
-                known[to] = (int(low) & WORD) | (int(high) & WORD) << 32
-            else:
-                known[to] = OPERATIONS[name](*map(value, of))
-        made = [known[f"${i}"] for i in range(count)]
-        found = [_result(x) for x in made]
-        return found if count > 1 else found[0]
-
+    for name, to, of in steps:
+        if to.startswith("{"):
+            low, high = (_name(x.strip()) for x in to.strip("{}").split(","))
+            lines += [f"whole = int({value(of[0])}) & LONG", f"{low} = whole & WORD"]
+            lines += [f"{high} = whole >> 32"]
+        elif of[0].startswith("{"):
+            low, high = (value(x.strip()) for x in of[0].strip("{}").split(","))
+            lines += [f"{_name(to)} = (int({low}) & WORD) | (int({high}) & WORD) << 32"]
+        else:
+            scope[operation := name.replace(".", "_")] = OPERATIONS[name]
+            lines += [f"{_name(to)} = {operation}({', '.join(map(value, of))})"]
+    made = [f"result({_name(f'${i}')})" for i in range(count)]
+    lines += [f"return {made[0] if count == 1 else '[' + ', '.join(made) + ']'}"]
+    exec("def run(machine, given):\n    " + "\n    ".join(lines), scope)
+    run: Callable[[Any, list[Any]], Any] = scope["run"]
     return run
+
+
+def _name(register: str) -> str:
+    """Return what a register is called in Python."""
+    return re.sub(r"\W", "_", f"r{register}")
+
+
+def _given(steps: list[tuple[str, str, tuple[str, ...]]], count: int) -> list[int]:
+    """Return the numbers of the operands that are read."""
+    numbers = {int(n) for *_, of in steps for word in of for n in re.findall(r"\$(\d+)", word)}
+    return sorted(n - count for n in numbers if n >= count)

@@ -1,7 +1,8 @@
 """Tests that CI runs every week, and a plain run leaves out: NUMFUSE_TEST_ALL runs them all.
 
-Each takes 10 seconds and more of a core, and has most of its text in common with another set of
-parameters of the same test, which every run has. Of the tests in `COVERED`, whose sets of
+Each takes seconds of a core (those of one file together a minute), and has most of its text in
+common with another set of parameters of the same test, which every run has. Of a test of threads
+that is one kind of Numba's threads, by turns. Of the tests in `COVERED`, whose sets of
 parameters take that long together, every run has so many sets that each value is met; of the
 kernels that `test_cuda_compile` compiles it has every kind.
 """
@@ -16,12 +17,14 @@ ALL = bool(os.environ.get("NUMFUSE_TEST_ALL"))
 #: Parts of the names of tests, with the first of their parameters.
 SELDOM = (
     "test_128_columns_go_back_through_shared_memory[widths0",
+    "test_warp_groups_take_64_rows_through_all_layers[widths0",
     "test_warp_groups_take_64_rows_through_all_layers[widths1",
     "test_warp_groups_take_64_rows_through_all_layers[widths4",
     "test_warp_groups_take_64_rows_through_all_layers[widths5",
     "test_tiles_that_are_not_full_add_nothing[515",
     "test_cuda_half_networks.py::test_several_networks_are_rows_of_the_grid[shared",
     "test_float64_on_tensor_cores[values-rows",
+    "test_float64_on_tensor_cores[16 bytes-rows",
     "test_float64_on_tensor_cores[16 bytes-columns",
     "test_cuda_streams.py::test_float32[columns",
     "hosts_with_narrower_vectors[16-False",
@@ -33,14 +36,39 @@ SELDOM = (
     "test_cache.py::test_a_read_only_install_without_a_cache",
     "test_any_number_of_threads_gives_the_same_bits[float16",
     "test_any_number_of_threads_gives_the_same_bits[float64",
+    "test_any_number_of_threads_gives_a_network_the_same_bits[float64",
+    "test_a_rank_1_update_is_fmas_by_lanes_and_as_few_loads_as_the_tile_needs[neoverse-v1",
+    "test_packing_is_vector_code_without_calls[neoverse-v1",
     "test_residues.py::test_a_whole_product_runs[1048576",
-    "test_parts_made_inside_have_the_bits_of_a_launch_before[bf16x6-tile1",
-    "test_parts_made_inside_have_the_bits_of_a_launch_before[bf16x3-tile3",
+    "test_a_left_factor_is_read_as_it_lies_and_multiplied_in_parts[bf16x6-tile1",
+    "test_a_left_factor_is_read_as_it_lies_and_multiplied_in_parts[bf16x3-tile3",
     "test_a_factor_becomes_its_residues[y-18-columns",
     "test_a_factor_becomes_its_residues[y-18-strided",
     "test_a_factor_becomes_its_residues[y-18-reversed",
     "test_fast_math_around_a_call_changes_no_bit[float64",
     "test_dask_cluster.py::test_the_training_example_learns",
+    "test_autograd_fused.py::test_every_use_to_third_order[two factors",
+    "test_autograd_fused.py::test_every_use_to_third_order[elementwise",
+    "test_autograd_adapter.py::test_every_activation_to_third_order[sigmoid",
+    "test_autograd_adapter.py::test_every_activation_to_third_order[gelu_erf",
+    "test_autograd_adapter.py::test_every_activation_to_third_order[softplus",
+    "test_a_gradient_of_an_epilogue_has_its_bits_alone_and_in_company[float64",
+    "test_views_are_taken_as_they_are[float64",
+    "test_njit_functions_serve_a_users_own_kernel[silu",
+    "test_njit_functions_serve_a_users_own_kernel[sigmoid",
+    "test_a_pool_of_threads_with_different_shapes[omp",
+    "test_a_backward_by_blocks_has_the_same_bits_on_any_number_of_threads[workqueue",
+    "test_set_num_threads_belongs_to_the_thread_that_calls_it[omp",
+    "test_a_small_call_stays_in_its_thread[workqueue",
+    "test_workers_of_a_forking_pool_may_call[workqueue",
+    "test_a_parent_and_its_children_do_not_share_workspaces[omp",
+    "test_a_fork_while_other_threads_are_in_a_call[workqueue",
+    "test_an_interrupted_call_leaves_the_next_one_right[omp",
+    "test_an_interrupt_at_any_step_of_a_launch_leaves_nothing_locked[workqueue",
+    "test_an_exception_in_one_thread_leaves_the_others_right[omp",
+    "test_a_call_while_the_interpreter_ends_still_runs[workqueue",
+    "test_threads.py::test_a_row_has_the_same_bits_alone_and_in_a_larger_problem[float64",
+    "test_threads.py::test_a_member_of_a_batch_has_the_same_bits_alone[float32",
 )
 #: Names of tests.
 COVERED = frozenset(
@@ -111,6 +139,28 @@ COVERED = frozenset(
     test_njit_functions_serve_a_users_own_kernel
     test_every_slice_of_k_is_loaded_once_for_each_block
     test_the_slices_of_a_second_term_follow_those_of_the_first
+    test_a_product_in_every_layout_by_16_bytes
+    test_gates_by_16_bytes
+    test_more_rows_are_parts_of_several_columns
+    test_output_fences_are_untouched
+    test_every_activation_in_every_dtype_to_second_order
+    test_residual_and_its_gradient
+    test_backward_is_within_the_bound_of_one_machine
+    test_batches_and_sums_over_broadcast_axes
+    test_gated_double_backward_is_the_derivative_of_gated_backward
+    test_forward_mode_is_the_transpose_of_backward
+    test_a_part_of_the_second_gated_gradients_is_the_same
+    test_infinity_gives_the_limit_of_the_second_derivative
+    test_the_guard_zeroes_both_derivatives
+    test_double_backward_agrees_with_arbitrary_precision
+    test_blocks_of_an_epilogue_are_exact_within_the_bound
+    test_a_batch_gives_what_a_loop_gives
+    test_thin_deep_and_shallow
+    test_gated_output_fence_is_untouched
+    test_tails_are_accurate_relatively
+    test_sums_of_alternate_columns_have_the_bits_of_columns_by_themselves
+    test_two_results_alternate_in_one_array
+    test_sums_stay_float32_where_a_pass_reads_them
     """.split()
 )
 

@@ -13,7 +13,7 @@ import pytest
 import tolerance
 import weekly
 from arrays import LAYOUTS, Fenced, bits, in_layout, normal, unwritten
-from conftest import ARRAYS, SIMULATED, device_of, served, traits
+from conftest import ARRAYS, SIMULATED, compiles_slowly, device_of, served, traits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from on_device import OnDevice, poisoned
@@ -106,6 +106,13 @@ def gemms(draw, backend):
 def usual_share(backend):
     """One of so many examples: the whole suite has to fit a quarter of an hour."""
     return 10 if SIMULATED else 6
+
+
+def compiling_share(backend):
+    """Fewer examples where nearly each one has kernels of its own, seconds each on a processor."""
+    if compiles_slowly(backend):
+        return 20
+    return 15 if traits(backend).memory == "host" and not weekly.ALL else usual_share(backend)
 
 
 def sampled(examples, /, share=usual_share, **strategies):

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import tolerance
 from arrays import bits, in_layout, normal, unwritten
-from conftest import compiles_slowly, traits
+from conftest import traits
 from hypothesis import strategies as st
 from test_conformance import (
     BATCHES,
     arrays,  # noqa: F401  (a fixture that every test here uses)
+    compiling_share,
     dtypes,
     layouts,
     on_its_own_backend,  # noqa: F401  (a fixture that every test here uses)
     seeds,
     unrecorded,  # noqa: F401  (a fixture)
-    usual_share,
 )
 from test_conformance import sampled as usually_sampled
 from test_fusion import (
@@ -57,12 +57,7 @@ pytestmark = [pytest.mark.kind("jet"), pytest.mark.compiles]
 SIZES = st.sampled_from((0, 1, 2, 7, 13, 15, 31, 33))
 
 
-def share(backend):
-    """Fewer examples where nearly each one has kernels of its own, and these take long."""
-    return 20 if compiles_slowly(backend) else usual_share(backend)
-
-
-sampled = functools.partial(usually_sampled, share=share)
+sampled = functools.partial(usually_sampled, share=compiling_share)
 
 
 def curved(z, w, s):

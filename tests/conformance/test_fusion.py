@@ -18,7 +18,7 @@ import oracle
 import pytest
 import tolerance
 from arrays import LAYOUTS, Fenced, bits, in_layout, normal, unwritten
-from conftest import SIMULATED, compiles_slowly, traits
+from conftest import SIMULATED, traits
 from hypothesis import strategies as st
 from oracle import ACTIVATIONS
 from test_conformance import (
@@ -26,6 +26,7 @@ from test_conformance import (
     DEPTHS,
     activations,
     arrays,  # noqa: F401  (a fixture that every test here uses)
+    compiling_share,
     dtypes,
     layouts,
     on_its_own_backend,  # noqa: F401  (a fixture that every test here uses)
@@ -34,7 +35,6 @@ from test_conformance import (
     sizes,
     tier,
     unrecorded,  # noqa: F401  (a fixture)
-    usual_share,
 )
 from test_conformance import sampled as usually_sampled
 from tolerance import DTYPES, Running, assert_within
@@ -46,12 +46,7 @@ from numfuse import expr as ex
 pytestmark = [pytest.mark.kind("fused"), pytest.mark.compiles]
 
 
-def share(backend):
-    """Fewer examples where nearly each one has kernels of its own, and these take long."""
-    return 20 if compiles_slowly(backend) else usual_share(backend)
-
-
-sampled = functools.partial(usually_sampled, share=share)
+sampled = functools.partial(usually_sampled, share=compiling_share)
 
 GELU = nf.activations()["gelu"]
 #: An activation of a user's own; no name is left behind in the table.

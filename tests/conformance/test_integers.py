@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import weekly
 from conftest import SIMULATED, unavailable
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,8 @@ from numfuse.moduli import Residues, count_of, precisions
 U = 2.0**-53
 M, K, N = (5, 33, 7) if SIMULATED else (70, 515, 72)
 INF = float("inf")
+#: Numbers of moduli, each with kernels of its own: what is usual and the most, and every week more.
+COUNTS = (8, 15, 17, 20) if weekly.ALL else (15, 20)
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
@@ -153,7 +156,7 @@ def test_products_of_integers_are_exact(product, data, bits, depth):
 @given(
     seed=st.integers(0, 2**32 - 1),
     spread=st.integers(0, 60),
-    count=st.sampled_from((8, 15, 17, 20)),
+    count=st.sampled_from(COUNTS),
 )
 def test_results_are_those_of_the_rounded_integers(product, seed, spread, count):
     """The sum is exact, whatever its size is, and is rounded once."""

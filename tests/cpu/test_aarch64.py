@@ -12,6 +12,7 @@ import re
 
 import llvmlite.binding as llvm
 import pytest
+import weekly
 from listings import listings_of, loops, operations
 
 from numfuse.backends.cpu import tiling
@@ -43,12 +44,13 @@ from numfuse.backends.cpu import host
 from numfuse.backends.cpu.kernels import library, rows
 assert host.vector_bytes() == 16 and host.vector_name() == "NEON"
 listings = {{}}
-for acc in ("float32", "float64"):
+for acc in ("float32", "float64") if WHOLE else ():
     listings[f"gemm {{acc}}"] = library.gemm_cell(acc)
 for fmt in library.FORMATS:
     acc = library.accumulator(fmt)
-    listings[f"pack_a {{fmt}}"] = library.pack_a(fmt, acc)
-    listings[f"pack_b {{fmt}}"] = library.pack_b(fmt, acc)
+    if WHOLE:
+        listings[f"pack_a {{fmt}}"] = library.pack_a(fmt, acc)
+        listings[f"pack_b {{fmt}}"] = library.pack_b(fmt, acc)
     for name in ("gelu", "tanh"):
         act = get(name)
         row = rows.forward(act.curve, fmt, True, False, None)
@@ -67,7 +69,10 @@ def listings(request, tmp_path_factory):
     except RuntimeError as error:
         pytest.skip(f"llvmlite's LLVM has no AArch64 target here: {error}")
     environment = {"NUMBA_CPU_NAME": request.param, "NUMBA_CPU_FEATURES": "+neon"}
-    return listings_of(EMIT, environment, tmp_path_factory.mktemp("cache"))
+    # (what multiplies and what packs say by themselves which vectors they take: NEON's)
+    whole = weekly.ALL or request.param == PROCESSORS[0]
+    code = f"WHOLE = {whole}\n{EMIT}"
+    return listings_of(code, environment, tmp_path_factory.mktemp("cache"))
 
 
 def vector_spills(text: str) -> list[str]:

@@ -752,7 +752,7 @@ ASKING = "wgmma bf16"
 SECONDS = {"network": 15, "wgmma": 12, "cores": 5, "few": 5, "mma.sync": 5, "small": 5, "tensor": 5,
            "vectors": 5}  # fmt: skip
 #: Kernels that are alike but for the name of an instruction, or another term of the same kind.
-ALIKE = {"float16": "bfloat16", "bf16x6": "bf16x3"}
+ALIKE = {"float16": "bfloat16", "tf32": "bfloat16", "bf16x6": "bf16x3"}
 
 
 def _kinds(case: Case) -> set[object]:
@@ -761,6 +761,8 @@ def _kinds(case: Case) -> set[object]:
     for launch in case.launches:
         first, *more = launch.kernel.name.split()
         words = more if first == "wgmma" else [x for x in more if x.isalpha()]
+        if first == "network":
+            words = words or ["jet"]  # (a value is one of no directions)
         # (those that convert differ in little, and come with long ones)
         found.add((first, *(ALIKE.get(x, x) for x in words[: first != "convert"])))
     return found

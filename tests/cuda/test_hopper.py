@@ -52,6 +52,11 @@ TILES = list(dict.fromkeys(tile for tile, _ in HOPPER_TILES + HOPPER_SPLIT_TILES
 SOME = TILES if weekly.ALL else TILES[::3]
 
 
+def lengths(tile):
+    """M and N of blocks of which some end early: of small tiles, every week, many."""
+    return (200, 330) if weekly.ALL else (tile.block_m + 72, tile.block_n + 74)
+
+
 # --- templates ------------------------------------------------------------------------------------
 
 
@@ -319,9 +324,10 @@ def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
         "bfloat16", False, True, tile, "map", extra=extra, sums=extra != "", bias="half",
     )  # fmt: skip
     if extra == "rows":
-        run_all(replace(kernel, out=extra), 200, 330, 5)
+        run_all(replace(kernel, out=extra), *lengths(tile), 5)
         return
-    for m, n, slices, places in ((200, 330, 5, 1), (129, 520, 13, 2), (64, 32, 1, 1)):
+    long = (129, 520) if weekly.ALL else lengths(tile)
+    for m, n, slices, places in ((*lengths(tile), 5, 1), (*long, 13, 2), (64, 32, 1, 1)):
         sizes, stored, _ = run_all(kernel, m, n, slices, places)
         rows = range(0, sizes["row_blocks"] * tile.block_m, 64 if extra == "map" else 16)
         columns = range(0, sizes["column_blocks"] * tile.block_n, kernel.width)
@@ -341,7 +347,7 @@ def test_two_sums_of_a_block_are_loaded_and_stored_once(tile, extra):
         pre="map", pre1="map", pre_half=True,
     )  # fmt: skip
     for y_turned in (False, True):
-        sizes, stored, loaded = run_all(replace(kernel, y_turned=y_turned), 200, 330, 5, 2)
+        sizes, stored, loaded = run_all(replace(kernel, y_turned=y_turned), *lengths(tile), 5, 2)
         rows = range(0, sizes["row_blocks"] * tile.block_m, 64 if extra else 16)
         columns = range(0, sizes["column_blocks"] * kernel.columns, kernel.width)
         whole = [(name, p, r, c) for name in ("out", "pre", "pre1")
@@ -362,7 +368,7 @@ def test_the_slices_of_a_second_term_follow_those_of_the_first(tile):
     """Guards: docs/cuda.md, d_a of a gated layer is one product of two terms."""
     kernel = hopper.Gemm("float16", False, False, tile, "map", two_terms=True)
     for parts in (1, 3):
-        sizes, _, loaded = run_all(kernel, 200, 330, 18, 1, parts=parts)
+        sizes, _, loaded = run_all(kernel, *lengths(tile), 18, 1, parts=parts)
         own = [r * tile.block_m for r in range(sizes["row_blocks"])]
         once = [(64 * s, o, 0) for o in own for s in range(9)]
         for name in ("x", "x1"):
@@ -374,7 +380,7 @@ def test_the_slices_of_a_second_term_follow_those_of_the_first(tile):
 def test_every_slice_of_k_is_loaded_once_for_each_block(tile):
     for x_turned in (False, True):
         kernel = hopper.Gemm("float16", x_turned, False, tile, "float32")
-        sizes, _, loaded = run_all(kernel, 200, 330, 18, 1, parts=4)
+        sizes, _, loaded = run_all(kernel, *lengths(tile), 18, 1, parts=4)
         seen = sorted(item[1:] for item in loaded if item[0] == "x")
         deep = [64 * s for s in range(18)]
         boxes = tile.block_m // 64 if x_turned else 1
@@ -391,7 +397,7 @@ def test_a_split_product_loads_every_plane_of_a_slice_once_for_each_block(tile, 
         kernel = hopper.Gemm(kind, False, False, tile, "float32", extra="float32", sums=True)
         for x_turned in (False, True):
             own = replace(kernel, x_turned=x_turned)
-            sizes, _, loaded = run_all(own, 200, 330, slices, planes=(1, 2))
+            sizes, _, loaded = run_all(own, *lengths(tile), slices, planes=(1, 2))
             rows = range(0, sizes["row_blocks"] * tile.block_m, 32 if x_turned else tile.block_m)
             deep = range(0, 64 * slices, 64 if x_turned else 32)
             x = [(r, d, 0) if x_turned else (d, r, 0) for r in rows for d in deep]

@@ -10,9 +10,10 @@ import pytest
 import weekly
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "gallery"
-QUICK = ("hessian_vector_product", "newton_from_scipy", "own_epilogue", "helmholtz")
+QUICK = ("hessian_vector_product", "newton_from_scipy", "own_epilogue")
 #: Half a minute of a core each. (The pages, which CI builds of every change, run them all too.)
 LONGER = (
+    "helmholtz",
     "perceptron_and_gate",
     "gated_network",
     "burgers",

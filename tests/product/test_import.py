@@ -164,17 +164,24 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
+@functools.cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """Every node of a module, which several tests look at: to walk is what takes them longest."""
+    return list(ast.walk(tree_of(module)))
+
+
 def nodes_that_run(module: str) -> list[ast.AST]:
     """Return the nodes of a module but those that are there for annotations alone."""
     typing = {
         id(inner)
-        for node in ast.walk(tree_of(module))
+        for node in nodes_of(module)
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    return [node for node in ast.walk(tree_of(module)) if id(node) not in typing]
+    return [node for node in nodes_of(module) if id(node) not in typing]
 
 
+@functools.cache
 def reached(module: str) -> set[str]:
     """Return the modules of numfuse that one reaches when it runs.
 
@@ -312,14 +319,14 @@ def test_no_modules_reach_each_other():
 def test_no_module_reaches_for_the_underscore_names_of_another(module):
     names: dict[str, str] = {}
     taken: set[str] = set()
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("numfuse"):
             taken |= {alias.name for alias in node.names}
             for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
             names |= {alias.asname or alias.name: alias.name for alias in node.names}
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Attribute) and names.get(ast.unparse(node.value)) in MODULES:
             taken.add(node.attr)
     private = {name for name in taken if name.startswith("_") and not name.startswith("__")}

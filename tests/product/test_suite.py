@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import weekly
 
 import numfuse as nf
 
@@ -58,6 +59,19 @@ def test_a_test_of_an_internal_says_which_promise_it_guards():
                 if names & inner and not ast.get_docstring(test):
                     found.append(f"{path.name}: {test.name}")
     assert not found, "\n".join(found)
+
+
+def test_what_is_kept_for_every_week_is_named_after_tests_that_there_are():
+    """A test that was given another name would run in full, and nobody would see why."""
+    tests = {
+        f"{path.name}::{node.name}["
+        for path in TESTS.glob("*/test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    names = [f"::{name}[" for name in weekly.COVERED]
+    names += [name.partition("[")[0] for name in weekly.SELDOM]
+    assert not [name for name in names if not any(name in test for test in tests)]
 
 
 @pytest.mark.long
