@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import threading
 from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ import cuda_ptx
 import cuda_wgmma
 import ml_dtypes
 import numpy as np
+from greenlet import getcurrent, greenlet
 from llvmlite import ir
 
 from numfuse.backends.cuda.compile.toolchain import types
@@ -282,19 +282,12 @@ class Block:
         self.static: list[Any] = []
 
 
-def _closed() -> threading.Lock:
-    """Return a lock that a thread waits at until another one releases it."""
-    made = threading.Lock()
-    made.acquire()
-    return made
-
-
 class Thread:
-    """A thread of a block: its Python thread, its copies on the way, and what it waits for."""
+    """A thread of a block: its greenlet, its copies on the way, and what it waits for."""
 
     def __init__(self, number: int, block: Block) -> None:
         self.number, self.block = number, block
-        self.turn = _closed()
+        self.turn: greenlet
         self.pending: list[tuple[int, bytes]] = []
         self.groups: list[list[tuple[int, bytes]]] = []
         self.waits: Any = None
@@ -319,7 +312,7 @@ class Machine:
         self.ranges = [(x.ctypes.data, x.ctypes.data + x.nbytes) for x in arrays]
         self.functions = functions
         self.made: dict[Any, Any] = {}
-        self.hub = _closed()
+        self.hub = getcurrent()
         self.grid, self.threads = (1, 1, 1), 1
         self.cluster: list[Block] = [Block((0, 0, 0), 0)]
         self.current: Thread = Thread(0, self.cluster[0])
@@ -348,23 +341,21 @@ class Machine:
         threads = [Thread(i, block) for block in self.cluster for i in range(count)]
 
         def body(thread: Thread) -> None:
-            thread.turn.acquire()
             try:
                 kernel(*arguments)
             except BaseException as error:  # is raised by the hub
                 thread.error = error
             thread.done = True
-            self.hub.release()
 
+        self.hub = getcurrent()
         for thread in threads:
-            threading.Thread(target=body, args=(thread,), daemon=True).start()
+            thread.turn = greenlet(functools.partial(body, thread))
         ready = threads
         while ready:
             for thread in ready:
                 thread.waits = None
                 self.current = thread
-                thread.turn.release()
-                self.hub.acquire()
+                thread.turn.switch()
                 if thread.error is not None:
                     raise thread.error
             ready = self._ready(threads)
@@ -406,8 +397,7 @@ class Machine:
     def wait(self, what: str, value: Any = None) -> Any:
         thread = self.current
         thread.waits = what, value
-        self.hub.release()
-        thread.turn.acquire()
+        self.hub.switch()
         return thread.result
 
     # --- memory -------------------------------------------------------------------------------
