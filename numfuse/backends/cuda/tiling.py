@@ -482,7 +482,7 @@ def block(
     `CUT_ROUNDS` of multiprocessors, and parts save much (never where K shall stay `whole`).
     `beside` is what each tile costs beside its work.
     """
-    count = 1 if free else places
+    count, beside = 1 if free else places, beside or (0.0,) * len(tiles)
     best = _cheapest(tiles, m, n, k, count, PART if free else 0, multiprocessors, beside)
     blocks = -(-m // tiles[0].block_m) * -(-n // tiles[0].block_n) * places
     if not (free or whole) and blocks < CUT_ROUNDS * multiprocessors:
@@ -493,7 +493,7 @@ def block(
     if free and places > 1:  # the parts are fixed, but all places share the device
         costs = [
             (cost(t, m, n, places, part, parts, multiprocessors) + more, t)
-            for t, more in zip(tiles, beside or (0.0,) * len(tiles), strict=True)
+            for t, more in zip(tiles, beside, strict=True)
             if parts == 1 or part % t.block_k == 0
         ]
         work, tile = min(costs, key=itemgetter(0))

@@ -61,25 +61,14 @@ def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Positi
     c, r0 = i32(t & (COLUMN_THREADS - 1)), i32(t >> COLUMN_BITS)
     place, row0 = here.place, here.row0
     column = i32(here.column0 + c * COLUMN_FIRST)
-    first = i64(column)
     offset = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     offset1 = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     value1 = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     added = cuda.local.array(VALUES * ROWS, dtype=ACCUMULATOR)
     value = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     result = cuda.local.array(VALUES, dtype=ACCUMULATOR)
-    for v in unrolled(VALUES):
-        offset[v] = ACCUMULATOR(0)
-        summed[v] = ACCUMULATOR(0)
-        if BIAS:
-            if column + v * COLUMN_STEP < n:
-                along = place * ends.bias.place + (first + v * COLUMN_STEP) * ends.bias.column
-                offset[v] = LOAD_BIAS(ends.bias.address + along)
-        if BIAS1:
-            offset1[v] = ACCUMULATOR(0)
-            if column + v * COLUMN_STEP < n:
-                along = place * second.bias.place + (first + v * COLUMN_STEP) * second.bias.column
-                offset1[v] = LOAD_BIAS1(second.bias.address + along)
+    begin_columns(offset, offset1, summed, ends, second, place, column, n)
+    first = i64(column)
     ends.out.address += here.plane * ends.out.place + first * ends.out.column
     ends.extra.address += place * ends.extra.place + first * ends.extra.column
     ends.pre.address += place * ends.pre.place + first * ends.pre.column
@@ -128,6 +117,23 @@ def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Positi
                 )
             r = i32(r + CLUSTER * (ROWS * ROW_STEP))
         turn = i32(turn + 1)
+
+
+def begin_columns(offset, offset1, summed, ends: Ends, second: Second, place, column, n):
+    """A thread's biases of its columns, the first of which is `column`; their sums begin at 0."""
+    for v in unrolled(VALUES):
+        offset[v] = ACCUMULATOR(0)
+        offset1[v] = ACCUMULATOR(0)
+        summed[v] = ACCUMULATOR(0)
+        own = i64(column) + v * COLUMN_STEP
+        if BIAS:
+            if own < n:
+                along = place * ends.bias.place + own * ends.bias.column
+                offset[v] = LOAD_BIAS(ends.bias.address + along)
+        if BIAS1:
+            if own < n:
+                along = place * second.bias.place + own * second.bias.column
+                offset1[v] = LOAD_BIAS1(second.bias.address + along)
 
 
 def finish_row(

@@ -22,7 +22,13 @@ from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of, unrolled
 from numfuse.backends.cuda.kernels import passes
-from numfuse.backends.cuda.kernels.ampere.epilogue import Second, finish_row, load_row
+from numfuse.backends.cuda.kernels.ampere.epilogue import (
+    Second,
+    begin_columns,
+    finish_row,
+    load_row,
+    sum_columns,
+)
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 from numfuse.language.curves import leaf
@@ -149,15 +155,15 @@ def multiply_row(value, factors, at):
 
 
 def short_product(x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k):
-    """One block of out = epilogue(X Y): thread (c, r) has VALUES columns of every GROUPS-th row."""
+    """A block of out = epilogue(X Y): thread (c, r) has VALUES columns of every ROW_STEP-th row."""
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
-    c, r = i32(t & (ACROSS - 1)), i32(t >> ACROSS_BITS)
-    blocks = i32(quotient(n + (COLUMNS - 1), COLUMNS))
+    c, r = i32(t & (COLUMN_THREADS - 1)), i32(t >> COLUMN_BITS)
+    blocks = i32(quotient(n + (BLOCK_N - 1), BLOCK_N))
     block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
     number = i32(cuda.blockIdx.x)
     line = i32(quotient(number, blocks))
-    column0 = i32((number - line * blocks) * COLUMNS)
+    column0 = i32((number - line * blocks) * BLOCK_N)
     column = i32(column0 + c * VALUES)
     place = i32(quotient(line, block_rows))
     row0 = i32((line - place * block_rows) * BLOCK_M)
@@ -175,17 +181,7 @@ def short_product(x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k)
     value1 = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     result = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     summed = cuda.local.array(VALUES, dtype=ACCUMULATOR)
-    for v in unrolled(VALUES):
-        offset[v] = ACCUMULATOR(0)
-        offset1[v] = ACCUMULATOR(0)
-        summed[v] = ACCUMULATOR(0)
-        if column < n:
-            if BIAS:
-                along = place * ends.bias.place + i64(column + v) * ends.bias.column
-                offset[v] = LOAD_BIAS(ends.bias.address + along)
-            if BIAS1:
-                along = place * second.bias.place + i64(column + v) * second.bias.column
-                offset1[v] = LOAD_BIAS1(second.bias.address + along)
+    begin_columns(offset, offset1, summed, ends, second, place, column, n)
     ends.out.address += place * ends.out.place + i64(column) * ends.out.column
     ends.extra.address += place * ends.extra.place + i64(column) * ends.extra.column
     ends.pre.address += place * ends.pre.place + i64(column) * ends.pre.column
@@ -194,10 +190,10 @@ def short_product(x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k)
     while r < BLOCK_M and row0 + r < m:
         if EXTRA:
             for u in unrolled(AHEAD):
-                row = i32(row0 + r + u * GROUPS)
+                row = i32(row0 + r + u * ROW_STEP)
                 load_row(added, u * VALUES, ends.extra, row, column, m, n)
         for u in unrolled(AHEAD):
-            at = i32(memory + (r + u * GROUPS) * (PITCH * ACC_BYTES))
+            at = i32(memory + (r + u * ROW_STEP) * (PITCH * ACC_BYTES))
             multiply_row(value, factors, at)
             if TWO_SUMS:
                 multiply_row(value1, factors1, at)
@@ -212,32 +208,15 @@ def short_product(x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k)
                 summed,
                 ends,
                 second,
-                i32(row0 + r + u * GROUPS),
+                i32(row0 + r + u * ROW_STEP),
                 column,
                 m,
                 n,
             )
-        r = i32(r + AHEAD * GROUPS)
+        r = i32(r + AHEAD * ROW_STEP)
     if SUMS:
         sums += i64(line) * n * ACC_BYTES
-        sum_groups(memory, summed, sums, n, column0)
-
-
-def sum_groups(memory, summed, sums, n, column0):
-    """The sums of a block's columns: those of its groups of threads, in their order."""
-    t = i32(cuda.threadIdx.x)
-    block_barrier()
-    for v in unrolled(VALUES):
-        PUT_ONE(i32(memory + (t * VALUES + v) * ACC_BYTES), summed[v])
-    block_barrier()
-    own = i32(t)
-    while own < COLUMNS:
-        if column0 + own < n:
-            total = ACCUMULATOR(0)
-            for q in unrolled(GROUPS):
-                total = total + TAKE_ONE(i32(memory + (q * COLUMNS + own) * ACC_BYTES))
-            STORE_SUM(sums + i64(column0 + own) * ACC_BYTES, total)
-        own = i32(own + THREADS)
+        sum_columns(memory, summed, sums, n, i32(0), column0)
 
 
 #: Strides are in bytes.
@@ -247,7 +226,7 @@ ARGUMENTS = Schema(short_product, i32="m n k")
 def _kernel(p: Product, block: Block) -> Kernel:
     acc, size = p.accumulator, intrinsics.itemsize(p.accumulator)
     step = block.step(size)
-    bindings = bound(block, "depth values across rows groups block_m columns")
+    bindings = bound(block, "depth values block_m")
     bindings |= finish_of(p, p.out.dtype, block.values)
     bindings |= {
         "THREADS": THREADS,
@@ -255,10 +234,15 @@ def _kernel(p: Product, block: Block) -> Kernel:
         "STEP": step,
         "PITCH": block.pitch(size),
         "ACC_BYTES": size,
-        "ACROSS_BITS": block.across.bit_length() - 1,
+        "BLOCK_N": block.columns,
+        "COLUMN_THREADS": block.across,
+        "COLUMN_BITS": block.across.bit_length() - 1,
+        "COLUMN_FIRST": block.values,
         "TWO_SUMS": p.has_two_sums,
         "WIDE": block.values > 1,
         "COLUMN_STEP": 1,
+        "ROW_STEP": block.groups,
+        "BARRIER": block_barrier,
         "X_ALONG_K": abs(p.x.strides[2]) <= abs(p.x.strides[1]),
         "Y_RUNS": all(y.in_wholes(p.n, block.values) for y in (p.y, p.y1) if y is not None),
         "LOAD_X": accesses.load(p.x.dtype, 1, acc),
