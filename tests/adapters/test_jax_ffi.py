@@ -90,8 +90,12 @@ def test_sizes_with_no_elements_with_temporaries_and_for_several_threads(rows):
     assert "callback" not in lowered(gradients, x, w, c)
     grad = (2 * layer(x, w, c).astype("float32")).astype("bfloat16")
     wanted = nf.matmul_bias_activation_bwd(*map(np.asarray, (grad, x, w, c)), "gelu")
+    # XLA has its threads flush subnormal numbers to zero; all others have the same bits
+    tiny = float(jnp.finfo("bfloat16").tiny)
     for left, right in zip(jax.jit(gradients)(x, w, c), wanted, strict=True):
-        np.testing.assert_array_equal(left, right)
+        flushed = np.where(abs(right.astype(np.float32)) < tiny, 0, right)
+        kept = np.where(abs(np.asarray(left, np.float32)) < tiny, 0, left)
+        np.testing.assert_array_equal(kept, flushed)
 
 
 def test_many_threads_at_once_have_memory_of_their_own():

@@ -297,9 +297,9 @@ def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_chains_of_a_sum_are_whole_slices_of_equal_lengths(dtype):
-    for k in (1, 31, 255, 256, 257, 500, 512, 513, 600, 1000, 7000, 100_000):
+    for k in (1, 31, 255, 256, 257, 500, 512, 513, 768, 769, 1000, 7000, 100_000):
         length, one = tiling.chain(k, dtype), k <= tiling.ONE_CHAIN[dtype]
-        assert length % 32 == 0 and length <= (512 if one else tiling.CHAIN)
+        assert length % 32 == 0 and length <= (tiling.ONE_CHAIN[dtype] if one else tiling.CHAIN)
         count = -(-k // length)
         assert count == (1 if one else -(-k // tiling.CHAIN)), k
 
@@ -466,7 +466,7 @@ def test_a_short_sum_is_written_by_16_bytes_or_less(dtype, x, monkeypatch):
         (37, 35, 17, {"x": "columns", "offset": 1, "epilogue": "slope"}),
         (20, 21, 5, {"places": 2, "epilogue": "summed", "y": "columns"}),
         (140, 40, 8, {"epilogue": "summed", "bias": False}),
-        (33, 301, 33, {"epilogue": "residual", "pre": True, "x": "strided"}),
+        (19, 131, 33, {"epilogue": "residual", "pre": True, "x": "strided"}),
         (300, 10, 3, {"pre": True, "y": "reversed"}),
     ],
     ids=str,
@@ -518,6 +518,23 @@ def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner, shape, tf32)
     expected = np.vectorize(rounded, otypes="f")(source.view) if tf32 else source.view
     assert (np.ndarray((2, *shape), np.float32, work, 0, steps) == expected).all()
     assert made.strides[inner] == 1 and all(s % 4 == 0 for s in made.strides if s != 1)
+
+
+def test_a_copy_beside_another_one_waits_at_its_end():
+    """Guards: it begins with the copy before it, and who reads both waits for the last alone."""
+    source = Array(np.arange(2.0 * 70 * 37).reshape(2, 70, 37), "float32", offset=1)
+    slots = Slot("x"), Slot("work")
+    launch, made, size = layouts.laid_out(source.operand, (70, 37), 2, 2, *slots, overlaps=True)
+    steps = tuple(4 * step for step in made.strides)
+    for first, last, own in (
+        ("wait", "release", launch), ("release", "wait", replace(launch, kernel=launch.beside())),
+    ):  # fmt: skip
+        work, calls = np.full(size // 4, np.nan, np.float32), []
+        waits = {f"grid_{x}": lambda x=x: calls.append(x) for x in ("wait", "release")}
+        Machine([source.memory, work], **waits).run(own, x=source.address, work=work.ctypes.data)
+        assert (np.ndarray((2, 70, 37), np.float32, work, 0, steps) == source.view).all()
+        assert calls[0] == first and calls[-1] == last
+        assert calls.count("wait") == calls.count("release")
 
 
 def test_a_float32_factor_is_copied_first_where_that_pays(monkeypatch):

@@ -20,7 +20,7 @@ try:
     from numfuse.backends.cuda.kernels.ampere import outer, simt, tensor_core
     from numfuse.backends.cuda.plan.product import Product
     from numfuse.backends.cuda.plan.tiers import choose, stay_whole
-    from numfuse.backends.cuda.tiling import CudaBlock
+    from numfuse.backends.cuda.tiling import CudaBlock, round_up
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -70,17 +70,18 @@ def alternate(both):
     return found
 
 
-def planned(product, info, tile):
-    """The plan of a product with a tile, or of those with a short K."""
+def planned(product, info, tile, parts):
+    """The plan of a product with a tile and parts of K, or of those with a short K."""
     if tile is None:
         return outer.take(product, info)
     module = simt if product.x.dtype == "float32" else tensor_core
-    return module.plan(product, info, tile, product.k, 1)
+    part = product.k if parts == 1 else round_up(-(-product.k // parts), tile.block_k)
+    return module.plan(product, info, tile, part, -(-product.k // part))
 
 
 def check(
     dtype, tile, m, n, k, *, x="rows", y="rows", offset=0, pad=0, places=1, info=HOPPER,
-    woven=False,
+    woven=False, parts=1,
 ):  # fmt: skip
     rng = np.random.default_rng(m * n + k)
     acc = "float64" if dtype == "float64" else "float32"
@@ -98,8 +99,8 @@ def check(
     operands = {name: array.operand for name, array in (sides | ends).items()}
     how = {"epilogue": GATE, "whole": True, "alternate": "y" * woven}
     product = Product(m, n, k, places, accumulator=acc, **how, **operands)
-    plan = planned(product, info, tile)
-    assert plan is not None
+    plan = planned(product, info, tile, parts)
+    assert plan is not None and (plan.parts > 1) == (parts > 1)
     run(plan, sides | ends)
     exact = {name: array.view.astype(np.float64) for name, array in sides.items()}
     bound, sums = UNITS[acc] * (k + 4), {}
@@ -116,7 +117,7 @@ def check(
             **dict.fromkeys(("y1", "bias1", "extra", "pre", "pre1")), alternate="",
         )  # fmt: skip
         how = {"x": sides["x"], "y": sides[right], "bias": sides[bias], "out": alone}
-        run(planned(single, info, tile), how)
+        run(planned(single, info, tile, parts), how)
         assert np.array_equal(alone.view, ends[result].view)
     whole = sums["pre"] * sums["pre1"] + exact["extra"]
     made_of = ends["pre"].view.astype(np.float64) * ends["pre1"].view.astype(np.float64)
@@ -145,6 +146,22 @@ def check(
     ],
 )  # fmt: skip
 def test_two_sums_are_those_of_two_products(dtype, tile, sizes, how):
+    check(dtype, tile, *sizes, **how)
+
+
+@pytest.mark.parametrize(
+    "dtype, tile, sizes, how",
+    [
+        ("float64", WARPS, (32, 32, 70), {"parts": 2}),
+        ("float64", WARPS, (9, 39, 90), {"y": "strided", "places": 2, "parts": 3}),
+        ("float32", THREADS, (64, 64, 64), {"parts": 3}),
+        ("float32", THREADS, (33, 37, 50), {"places": 2, "offset": 1, "parts": 2}),
+        ("float32", THREADS, (30, 44, 40), {"woven": True, "pad": 4, "parts": 2}),
+        ("bfloat16", HALF_WARPS, (32, 32, 130), {"info": AMPERE, "parts": 2}),
+    ],
+)  # fmt: skip
+def test_two_sums_in_parts_are_those_of_two_products_in_parts(dtype, tile, sizes, how):
+    """Guards: planes of both sums, and what finishes them."""
     check(dtype, tile, *sizes, **how)
 
 
@@ -198,7 +215,7 @@ def pair(dtype, m, n, k, **other):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_pair_is_made_where_each_sum_alone_is_in_one_piece(dtype):
+def test_a_pair_is_cut_as_each_sum_alone_is(dtype):
     sizes = {
         "large": (4096, 704, 256), "small": (700, 900, 500), "few rows": (64, 1024, 1024),
         "few blocks": (128, 96, 4096), "short": (4096, 704, 4),
@@ -209,11 +226,13 @@ def test_a_pair_is_made_where_each_sum_alone_is_in_one_piece(dtype):
     for name, whole in stays.items():
         m, n, k = (min(size, 512) if name == "few rows" else size for size in sizes[name])
         found = choose(pair(dtype, m, n, k, whole=whole), HOPPER)
+        single = replace(pair(dtype, m, n, k), y1=None, pre=None, epilogue=sum_of_terms(0))
+        alone = choose(single, HOPPER)[1]
         if whole:
             assert found is not None and len(found[1].launches) == 1
-        elif found is not None:
-            single = replace(pair(dtype, m, n, k), y1=None, pre=None, epilogue=sum_of_terms(0))
-            assert choose(single, HOPPER)[1].parts == 1
+        elif found is not None or name == "few blocks":
+            assert name != "few blocks" or alone.parts > 1
+            assert (found[1].parts, found[1].part) == (alone.parts, alone.part)
     assert not stay_whole("float32", HOPPER, "bf16x6", 4096, 704, 256, 1)
 
 

@@ -45,8 +45,10 @@ SIMULATED_TILES = SIMULATED_TILE, CudaTile(8, 16, 8, 8, 8, group=2)
 #: of chains take 1 to 2% of a float32 product (docs/cuda.md, "Blocks that were measured").
 CHAIN = 256
 #: Sums of so many values are one chain in these tiles: in float64, where the ends of two chains
-#: cost 6%, one of 512 (expected errors 1.4 times the CPU's, of positive operands twice).
-ONE_CHAIN = {"float32": 256, "float64": 512}
+#: cost 6%, one of 768 (expected errors 1.7 times the CPU's, of positive operands three times; those
+#: of cuBLAS, whose sums are one chain, are the same). Layers of 768 of a network with 50 directions
+#: took an H200 6.03 ms and not 6.35.
+ONE_CHAIN = {"float32": 256, "float64": 768}
 #: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
 #: these are cut into parts.
 BLOCKS_PER_MULTIPROCESSOR = 2
@@ -285,6 +287,9 @@ def thin_cost(blocks: int, rows: int, k: int, itemsize: int, parts: int) -> floa
 THIN_SURE = 32
 THIN_CYCLES, THIN_ROW_CYCLES = 14.0, 0.2
 CORE_CYCLES = 1 / 125
+#: Values of K in the time of which such a block begins and ends: an H100 took 42.7 us for
+#: 64 x 256 x 18944, which are five rounds of them, and 28.8 by the tiles above.
+THIN_ROUND = 300
 
 
 def thin_pays(
@@ -297,7 +302,7 @@ def thin_pays(
     if m <= THIN_SURE:
         return True
     rounds = -(-blocks * parts // multiprocessors)
-    cycles = rounds * -(-k // parts) * (THIN_CYCLES + THIN_ROW_CYCLES * m)
+    cycles = rounds * (-(-k // parts) + THIN_ROUND) * (THIN_CYCLES + THIN_ROW_CYCLES * m)
     cycles += CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
     where = places, False, multiprocessors, whole
     return cycles <= block(CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
@@ -387,23 +392,31 @@ def _work(tile: CudaBlock, blocks: int, part: int, multiprocessors: int) -> floa
     """Return the multiply-adds of the multiprocessor with the most, at the speed of a full one.
 
     On CUDA cores blocks that begin together end together. Who is ready first then takes several of
-    those that are left, while others have none: less so after more rounds, in which they drift.
+    those that are left, while others have none: less so after more rounds, in which they drift. One
+    that is left takes the time of a block that is alone. (448 blocks of 256 x 64 x 14336 took an
+    H100 28.6 us, 224 of twice the size in one round 22.6.)
     """
     most: float = -(-blocks // multiprocessors)
     rounds = blocks // (tile.resident * multiprocessors)
     if rounds and not tile.chunk:
         left = blocks / multiprocessors - rounds * tile.resident
-        last = min(tile.resident, left * (1 + rounds**-2))
+        alone = 1 / _warps_busy(tile.threads / 32) / rounds if left else 0
+        last = min(tile.resident, max(left * (1 + rounds**-2), alone))
         most = max(most, rounds * tile.resident + last)
     area, together = tile.block_m * tile.block_n, min(most, tile.resident)
     fill, warps = FILL, together * tile.threads / 32
     if not tile.chunk:
-        busy, fill = min(1.0, warps / BUSY_WARPS) ** BUSY_WARPS_POWER, CORE_FILL
+        busy, fill = _warps_busy(warps), CORE_FILL
     elif tile.chunk == DOUBLE_CHUNK:
         busy = min(1.0, together * area / DOUBLE_BUSY_SUMS) ** DOUBLE_BUSY_POWER
     else:
         busy = min(1.0, together * area / BUSY_SUMS) ** BUSY_SUMS_POWER
     return most * area * (part + fill) / (tile.speed * busy)
+
+
+def _warps_busy(warps: float) -> float:
+    """Return the share of CUDA cores that so many warps of a multiprocessor keep busy."""
+    return float(min(1.0, warps / BUSY_WARPS) ** BUSY_WARPS_POWER)
 
 
 def _counts(
@@ -457,6 +470,19 @@ def ways(
             expected = cost(tile, m, n, places, length, number, multiprocessors)
             found.append((expected + more, tile, length, number))
     return found
+
+
+def in_parts(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, part: int,
+    multiprocessors: int, beside: tuple[float, ...] = (),
+) -> list[_Way]:  # fmt: skip
+    """Return the ways to run a product whose K is cut to parts of `part` values."""
+    number = -(-k // part)
+    return [
+        (cost(tile, m, n, places, part, number, multiprocessors) + more, tile, part, number)
+        for tile, more in zip(tiles, beside or (0.0,) * len(tiles), strict=True)
+        if part % tile.block_k == 0
+    ]
 
 
 def way_name(tile: object, length: int, number: int) -> str:

@@ -81,13 +81,18 @@ def in_elements(slot: Slot, operand: Operand | None) -> Array:
 
 
 def finishing(
-    product: Product, out: Operand, slot: Slot, given: Callable[[Slot, Operand | None], Array]
+    product: Product,
+    out: Operand,
+    slot: Slot,
+    given: Callable[[Slot, Operand | None], Array],
+    pre: Slot | None = None,
 ) -> dict[str, Any]:
     """Return the arguments that a product finishes with, its result laid out as `out` at `slot`.
 
-    `given` is `in_bytes` or `in_elements`.
+    `given` is `in_bytes` or `in_elements`, `pre` where its second result goes.
     """
     p = product
-    slots = ("bias", p.bias), ("extra", p.extra), ("pre", p.pre)
+    slots = ("bias", p.bias), ("extra", p.extra)
     arrays = {name: given(Slot(name), operand) for name, operand in slots}
+    arrays["pre"] = given(pre or Slot("pre"), p.pre)
     return {"ends": Ends(**arrays, out=given(slot, out)), "sums": Slot("sums") if p.sums else 0}

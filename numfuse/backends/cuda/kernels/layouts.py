@@ -9,6 +9,7 @@ It may be rounded to tf32, which wgmma reads along K alone: it has no transpose 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
 from numfuse.backends.cuda.compile.intrinsics import round_tf32, shared_address
 from numfuse.backends.cuda.compile.schema import Array, Schema
-from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
 
@@ -32,7 +33,8 @@ def lay_out(out, outer, inner, source: Array, to_place, to_outer):
     A thread has 4 x 4 values. Behind the last of a row it writes zeros, to a multiple of four.
     """
     if OVERLAPS:
-        grid_wait()
+        if not BESIDE:
+            grid_wait()
         grid_release()
     t = cuda.threadIdx.x
     i0, o0 = cuda.blockIdx.x * SQUARE, cuda.blockIdx.y * SQUARE
@@ -78,6 +80,8 @@ def lay_out(out, outer, inner, source: Array, to_place, to_outer):
                 put_4(to, taken[0], taken[1], taken[2], taken[3])
             else:
                 put_4(to, held[4 * r], held[4 * r + 1], held[4 * r + 2], held[4 * r + 3])
+    if OVERLAPS and BESIDE:
+        grid_wait()  # what comes behind waits for this launch alone
 
 
 def put_4(to, a, b, c, d):
@@ -136,13 +140,12 @@ def laid_out(
         "TAKE_4": accesses.load(kind, 4, kind, intrinsics.SHARED),
         "PUT_4": accesses.store(kind, 4, kind, intrinsics.SHARED),
     }
-    made = kernel_of(
-        lay_out,
-        ARGUMENTS,
-        bindings,
-        threads=16 * ROWS,
-        name=f"{'turned ' if turned else ''}copy{' tf32' if tf32 else ''}",
-    )
+
+    def made(beside: bool) -> Kernel:
+        name = f"{'turned ' * turned}copy{' tf32' * tf32}{' beside' * beside}"
+        bound = bindings | {"BESIDE": beside}
+        return kernel_of(lay_out, ARGUMENTS, bound, threads=16 * ROWS, name=name)
+
     arguments = ARGUMENTS(
         source=Array(source, *(operand.steps[i] for i in (0, outer, inner))),
         out=to,
@@ -155,7 +158,9 @@ def laid_out(
     grid = -(-lengths[1] // SQUARE), -(-lengths[0] // SQUARE), many
     strides = (step, pitch, 1) if inner == 2 else (step, 1, pitch)
     shared_bytes = SQUARE * SQUARE * 4 if turned else 0
-    launch = Launch(made, grid, arguments, shared_bytes, overlaps=overlaps)
+    launch = Launch(made(False), grid, arguments, shared_bytes, overlaps=overlaps)
+    if overlaps:
+        launch = replace(launch, beside=partial(made, True))
     if shared:
         launch = replace(launch, makes=(to.name, size))
     return launch, Operand("float32", strides, 16), size

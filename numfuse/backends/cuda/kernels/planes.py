@@ -3,7 +3,8 @@
 A product whose K is cut stores bare sums, one plane a part, in the workspace. A bare result is the
 join of them (`joins`). Any other is finished by the kernel here: the parts of an element are added
 up in their order, what that loses is added behind, and then comes the epilogue, its bias, its extra
-operand, its results and their column sums, as at the end of a product that is not cut.
+operand, its results and their column sums, as at the end of a product that is not cut. Two sums
+have planes each, those of the second behind all of the first.
 """
 
 # A kernel has no annotations but records, and its UPPER-case names are bound by the toolchain.
@@ -23,6 +24,7 @@ from numfuse.backends.cuda.compile.schema import Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import inlined, kernel_of, unrolled
 from numfuse.backends.cuda.kernels import joins
+from numfuse.backends.cuda.kernels.ampere.epilogue import Second
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_bytes, parts_of
 from numfuse.backends.cuda.kernels.joins import add_planes, corrected
 from numfuse.backends.cuda.kernels.passes import one_value, store_one, threads_of
@@ -35,7 +37,7 @@ from numfuse.backends.cuda.plan.product import (
     Product,
     Slot,
 )
-from numfuse.epilogues import sum_of_terms
+from numfuse.epilogues import Epilogue, sum_of_terms
 from numfuse.language.curves import leaf
 
 
@@ -44,6 +46,8 @@ class Parts:
     """The planes of a place; steps in bytes."""
 
     address: Any
+    #: Those of the second sum.
+    second: Any
     #: Their number, and the steps from one to the next, from a place and from a row.
     depth: Any
     step: Any
@@ -51,7 +55,9 @@ class Parts:
     row: Any
 
 
-def finish_planes(parts: Parts, ends: Ends, sums, m, n, row_blocks, column_blocks):
+def finish_planes(
+    parts: Parts, ends: Ends, second: Second, sums, m, n, row_blocks, column_blocks
+):  # fmt: skip
     """One block of ROWS rows and LANES accesses of VALUES columns: out = EPILOGUE(their sums).
 
     Strides are in bytes. The sums of a block's columns go in the order of its rows.
@@ -64,6 +70,8 @@ def finish_planes(parts: Parts, ends: Ends, sums, m, n, row_blocks, column_block
     total = cuda.local.array(VALUES, REAL)
     error = cuda.local.array(VALUES, REAL)
     ahead = cuda.local.array(VALUES * AHEAD, REAL)
+    total1 = cuda.local.array(VALUES, REAL)
+    offset1 = cuda.local.array(VALUES, REAL)
     offset = cuda.local.array(VALUES, REAL)
     added = cuda.local.array(VALUES, REAL)
     made = cuda.local.array(VALUES, REAL)
@@ -75,20 +83,33 @@ def finish_planes(parts: Parts, ends: Ends, sums, m, n, row_blocks, column_block
         for v in unrolled(VALUES):
             made[v] = ZERO
         if row < m and column < n:
-            for v in unrolled(VALUES):
-                total[v] = ZERO
-                error[v] = ZERO
-            at = parts.address + place * parts.place + row * parts.row + column * ITEMSIZE
-            add_planes(total, error, ahead, at, parts.depth, parts.step)
-            for v in unrolled(VALUES):
-                total[v] = corrected(total[v], error[v])
-            finish_values(total, offset, added, made, ends, place, row, column)
+            at = place * parts.place + row * parts.row + column * ITEMSIZE
+            sum_planes(total, error, ahead, parts.address + at, parts)
+            if TWO_SUMS:
+                sum_planes(total1, error, ahead, parts.second + at, parts)
+                begin_values(offset, offset1, added, ends, second, place, row, column)
+                finish_both(total, total1, offset, offset1, added, made)
+                if PRE1:
+                    STORE_PRE1(second.pre.address + element(second.pre, place, row, column), total1)
+                store_values(total, made, ends, place, row, column)
+            else:
+                finish_values(total, offset, added, made, ends, place, row, column)
         if SUMS:
             for v in unrolled(VALUES):
                 shared[i * VALUES + v] = made[v]
     if SUMS:
         cuda.syncthreads()
         sum_columns(shared, sums, t, place, block_row, row_blocks, column0, m, n)
+
+
+def sum_planes(total, error, ahead, at, parts: Parts):
+    """The sums of VALUES neighbours of all planes, the first of which are at `at`."""
+    for v in unrolled(VALUES):
+        total[v] = ZERO
+        error[v] = ZERO
+    add_planes(total, error, ahead, at, parts.depth, parts.step)
+    for v in unrolled(VALUES):
+        total[v] = corrected(total[v], error[v])
 
 
 def block_at(number, row_blocks, column_blocks):
@@ -105,6 +126,17 @@ def finish_values(total, offset, added, made, ends: Ends, place, row, column):
     (The registers are the caller's: in the simulator, threads share the `cuda` of a device
     function.)
     """
+    load_values(offset, added, ends, place, row, column)
+    for v in unrolled(VALUES):
+        if PRE:
+            made[v], total[v] = EPILOGUE(total[v], offset[v], added[v])
+        else:
+            made[v] = EPILOGUE(total[v], offset[v], added[v])
+    store_values(total, made, ends, place, row, column)
+
+
+def load_values(offset, added, ends: Ends, place, row, column):
+    """Load what an epilogue reads beside the sums of VALUES neighbours."""
     for v in unrolled(VALUES):
         offset[v] = ZERO
         added[v] = ZERO
@@ -116,11 +148,33 @@ def finish_values(total, offset, added, made, ends: Ends, place, row, column):
         loaded = LOAD_EXTRA(ends.extra.address + element(ends.extra, place, row, column))
         for v in unrolled(VALUES):
             added[v] = loaded[v]
+
+
+def begin_values(offset, offset1, added, ends: Ends, second: Second, place, row, column):
+    """Load it where there are two sums, and another operand like the bias."""
+    load_values(offset, added, ends, place, row, column)
     for v in unrolled(VALUES):
-        if PRE:
-            made[v], total[v] = EPILOGUE(total[v], offset[v], added[v])
+        offset1[v] = ZERO
+    if BIAS1:
+        for v in unrolled(VALUES):
+            along = element(second.bias, place, 0, column + v)
+            offset1[v] = LOAD_BIAS1(second.bias.address + along, 0)
+
+
+def finish_both(total, total1, offset, offset1, added, made):
+    """The results of both sums of VALUES neighbours: in `made`, `total` and `total1`."""
+    for v in unrolled(VALUES):
+        z, z1, bias, bias1, extra = total[v], total1[v], offset[v], offset1[v], added[v]
+        if PRE1:
+            made[v], total[v], total1[v] = EPILOGUE(z, z1, bias, bias1, extra)
+        elif PRE:
+            made[v], total[v] = EPILOGUE(z, z1, bias, bias1, extra)
         else:
-            made[v] = EPILOGUE(total[v], offset[v], added[v])
+            made[v] = EPILOGUE(z, z1, bias, bias1, extra)
+
+
+def store_values(total, made, ends: Ends, place, row, column):
+    """Store the results of VALUES neighbours."""
     if PRE:
         STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), total)
     STORE_OUT(ends.out.address + element(ends.out, place, row, column), made)
@@ -171,7 +225,7 @@ def finish_of(product: Product, info: DeviceInfo, aligned: bool, turns: int = 1)
     size = intrinsics.itemsize(acc)
     values = 16 // size
     repeated = p.extra is not None and not p.extra.strides[2]
-    others = p.out, p.pre, None if repeated else p.extra
+    others = p.out, p.pre, p.pre1, None if repeated else p.extra
     wide = aligned and info.capability >= WIDE_SINCE[p.out.dtype]
     if not wide or p.n % values or not all(o is None or o.in_wholes(p.n, values) for o in others):
         values = 1
@@ -196,6 +250,10 @@ def finish_of(product: Product, info: DeviceInfo, aligned: bool, turns: int = 1)
         bindings["LOAD_EXTRA"] = _accesses(p.extra.dtype, acc, values, repeated)[0]
     if p.pre is not None:
         bindings["STORE_PRE"] = _accesses(p.pre.dtype, acc, values)[1]
+    if p.bias1 is not None:
+        bindings["LOAD_BIAS1"] = elements.loads(p.bias1.dtype)
+    if p.pre1 is not None:
+        bindings["STORE_PRE1"] = _accesses(p.pre1.dtype, acc, values)[1]
     row_blocks, column_blocks = -(-p.m // tiling.RUN), -(-p.n // (lanes * values))
     grid = row_blocks * column_blocks * p.places, 1, 1
     return Finish(values, threads, bindings, row_blocks, column_blocks, grid)
@@ -208,12 +266,13 @@ def finished(
     depth: int,
     steps: tuple[int, int, int],
     overlaps: bool = False,
+    second: Slot | None = None,
 ) -> Launch:
     """Return the launch that finishes a product of `depth` planes.
 
     `steps` lead from a place, a plane and a row to the next, in values of the accumulator, 16 bytes
     each at the least where rows are whole 16 bytes. `overlaps`: it may begin before the launch
-    before it has ended.
+    before it has ended. `second`: where the planes of a second sum are.
     """
     p, size = product, intrinsics.itemsize(product.accumulator)
     how = finish_of(product, info, all(step * size % 16 == 0 for step in steps))
@@ -223,6 +282,7 @@ def finished(
         "AHEAD": ahead,
         "THEN": then,
         "OVERLAPS": overlaps,
+        "TWO_SUMS": p.has_two_sums,
         "LOAD": _accesses(p.accumulator, p.accumulator, how.values)[0],
     }
     name = f"finish {p.epilogue.name}"
@@ -230,7 +290,12 @@ def finished(
     made = kernel_of(finish_planes, FINISH, bindings, threads=how.threads, blocks=2, name=name)
     place, plane, row = (step * size for step in steps)
     arguments = FINISH(
-        parts=Parts(planes, depth, plane, place, row),
+        parts=Parts(planes, second or 0, depth, plane, place, row),
+        second=Second(
+            in_bytes(Slot("y1"), None),
+            in_bytes(Slot("bias1"), p.bias1),
+            in_bytes(Slot("pre1"), p.pre1),
+        ),
         m=p.m,
         n=p.n,
         row_blocks=how.row_blocks,
@@ -251,6 +316,8 @@ class Planes:
     parts: int
     #: From a place, a part and a row to the next, in values.
     steps: tuple[int, int, int] = (0, 0, 0)
+    #: Where those of a second sum are.
+    second: Slot | None = None
 
     @classmethod
     def of(cls, product: Product, parts: int, workspace: int = 0) -> Planes:
@@ -259,7 +326,11 @@ class Planes:
         if parts == 1:
             return cls(p, p, Slot("out"), parts)
         steps = parts * p.m * p.n, p.m * p.n, p.n
-        return cls(p, _bare(p, p.n), Slot("work", workspace), parts, steps)
+        second = None
+        if p.has_two_sums:
+            nbytes = p.places * steps[0] * intrinsics.itemsize(p.accumulator)
+            second = Slot("work", workspace + tiling.round_up(nbytes, 256))
+        return cls(p, _bare(p, p.n), Slot("work", workspace), parts, steps, second)
 
     @classmethod
     def padded(cls, product: Product, parts: int) -> Planes:
@@ -296,10 +367,12 @@ class Planes:
     def _joined(self, info: DeviceInfo, overlaps: bool) -> tuple[tuple[Launch, ...], int]:
         """Return the launches that make the result of the planes, and the end of the workspace."""
         p, acc, itemsize = self.product, self.product.accumulator, self.stored.out.itemsize
-        end = self.slot.offset + p.places * self.parts * self.stored.out.strides[0] * itemsize
+        last = self.second or self.slot
+        end = last.offset + p.places * self.parts * self.stored.out.strides[0] * itemsize
         graphs = p.epilogue.graphs
-        if p.sums or len(graphs) > 1 or graphs[0] is not leaf("z"):
-            return (finished(p, info, self.slot, self.parts, self.steps, overlaps),), end
+        if p.sums or p.has_two_sums or len(graphs) > 1 or graphs[0] is not leaf("z"):
+            how = self.slot, self.parts, self.steps, overlaps, self.second
+            return (finished(p, info, *how),), end
         lengths = p.places, self.parts, p.m, p.n
         # (older devices round to bfloat16 by integers, value by value)
         wide = info.capability >= (8, 0) and p.places <= joins.MOST_ALONG_Y
@@ -315,4 +388,8 @@ def _bare(product: Product, pitch: int) -> Product:
     """Return the product that stores planes with rows of so many values: it has no epilogue."""
     plane = Operand(product.accumulator, (product.m * pitch, pitch, 1), 16)
     made = replace(product, epilogue=sum_of_terms(0), out=plane, sums=False)
-    return replace(made, bias=None, extra=None, pre=None, bias1=None, pre1=None)
+    made = replace(made, bias=None, extra=None, pre=None, bias1=None, pre1=None)
+    if made.has_two_sums:
+        both = Epilogue("sums", ("z", "z1"), (), (("out", leaf("z")), ("pre", leaf("z1"))))
+        made = replace(made, epilogue=both, pre=plane, alternate=made.alternate and "y")
+    return made

@@ -147,6 +147,8 @@ class Product(Keyed):
     free: bool = False
     #: K may not be cut, whatever that saves: another product makes the same sum in one piece.
     whole: bool = False
+    #: Of two sums: values of K of a part, as each is cut where it is made alone; 0: neither is.
+    part: int = 0
     #: Rows are members of points.
     members: Members | None = None
 
@@ -233,9 +235,9 @@ class Launch:
     #: The slot that it fills ("x copy" or "y copy") with what depends on x or y alone, and its
     #: bytes: another product of the same factor may find it there.
     makes: tuple[str, int] | None = None
-    #: The kernel that does the same beside another such launch, which is right before it: two
-    #: copies, neither of which reads what the other one writes.
-    beside: Kernel | None = None
+    #: What makes the kernel that does the same beside another such launch, which is right before
+    #: it: two copies, neither of which reads what the other one writes.
+    beside: Callable[[], Kernel] | None = None
 
     @property
     def table(self) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ class Recorder:
         wanted = [x for x in plan.launches if x.makes is None or x.makes[0] not in there]
         for number, (before, launch) in enumerate(pairwise(wanted), 1):
             if before.beside is not None and launch.beside is not None:
-                wanted[number] = replace(launch, kernel=launch.beside)
+                wanted[number] = replace(launch, kernel=launch.beside())
         self.launches(tuple(wanted), found, workspace)
 
     def launches(

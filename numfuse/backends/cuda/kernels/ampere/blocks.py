@@ -219,7 +219,7 @@ def plan(
     block = replace(block, waits=waits, releases=releases)
     schema = ARGUMENTS if p.members is None else members.ARGUMENTS
     if p.members is None:
-        ends = finishing(p, p.out, planes.slot, in_bytes)
+        ends = finishing(p, p.out, planes.slot, in_bytes, planes.second)
     else:
         ends = {"ends": ends_of(p, in_bytes, tile.block_m), "sums": 0}
     arguments = schema(

@@ -71,7 +71,8 @@ def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Positi
     first = i64(column)
     ends.out.address += here.plane * ends.out.place + first * ends.out.column
     ends.extra.address += place * ends.extra.place + first * ends.extra.column
-    ends.pre.address += place * ends.pre.place + first * ends.pre.column
+    # (where K is cut only planes are stored: of a second sum, too)
+    ends.pre.address += here.plane * ends.pre.place + first * ends.pre.column
     second.pre.address += place * second.pre.place + first * second.pre.column
     put_to = PUT_TO(t, memory)
     take_from = i32(memory + r0 * PUT_PITCH)

@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -202,20 +203,21 @@ _SAMPLE = tiling.CORE_BLOCKS[0].block_m, tiling.CORE_BLOCKS[0]
 
 
 def _costly(product: Product, tile: CudaBlock) -> list[tuple[int, float]]:
-    """Return elements of X and of each Y, and the share of the time that they take as they lie."""
+    """Return elements of X and of Y, and the share of the time that they take as they lie.
+
+    Two factors Y are one here: both come as they lie, or both are copied, side by side.
+    """
     p, found = product, []
-    columns = p.n * (1 + p.woven)
-    factors = [(1, p.x, p.m), *((2, right, columns) for right in p.rights)]
-    for own, operand, length in factors:
-        part = copies.of_tile(copies.share(fetch(operand, own, *_SAMPLE), own), own, tile)
-        if own == 1:
-            part *= 1 + p.has_two_sums
-        found.append(((p.places if operand.strides[0] else 1) * length * p.k, part))
+    for own, operands, length in ((1, [p.x], p.m), (2, p.rights, p.n * (1 + p.woven))):
+        parts = [copies.share(fetch(operand, own, *_SAMPLE), own) for operand in operands]
+        part = copies.of_tile(max(parts), own, tile) * (1 + p.has_two_sums)
+        places = sum(p.places if operand.strides[0] else 1 for operand in operands)
+        found.append((places * length * p.k, part))
     return found
 
 
 def copied(product: Product, device: DeviceInfo, tile: CudaBlock) -> tuple[bool, ...]:
-    """Return whether X, and whether each Y, is copied before: where that pays (`copies`)."""
+    """Return whether X, and whether Y, is copied before: where that pays (`copies`)."""
     busy = device.multiprocessors
     return tuple(
         part > 0 and copies.pays(product, size, part, busy) for size, part in _costly(product, tile)
@@ -274,7 +276,7 @@ def plan(
     overlaps = device.capability >= (9, 0)
     wanted = copied(p, device, tile) if copy is None else copy
     for number, (own, shape) in enumerate(shapes):
-        if wanted[number] and layouts.fits(shape, p.places, own):
+        if wanted[min(number, 1)] and layouts.fits(shape, p.places, own):
             to = Slot("work", workspace)
             launch, operands[number], size = layouts.laid_out(
                 operands[number], shape, p.places, own, slots[number], to, overlaps=overlaps
@@ -332,6 +334,10 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     where = p.k, p.places, p.free, device.multiprocessors
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     beside = _beside(p, tiles, device.multiprocessors)
+    if p.part:
+        parted = tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, where[-1], beside)
+        _, tile, part, parts = min(parted, key=itemgetter(0))
+        return plan(p, device, tile, part, parts)
     tile, part, parts, work = tiling.block(tiles, p.m, n, *where, p.whole, beside)
     if p.is_rich:
         return plan(p, device, tile, part, parts) if parts == 1 else None
@@ -378,13 +384,16 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
     n = p.n * (1 + p.has_two_sums)
     where = p.m, n, p.k, 1 if p.free else p.places, least, busy
-    for _, tile, part, parts in tiling.ways(_tiles(p, device), *where):
+    found = tiling.ways(_tiles(p, device), *where)
+    if p.part:
+        found = tiling.in_parts(_tiles(p, device), p.m, n, p.k, p.places, p.part, busy)
+    for _, tile, part, parts in found:
         factors = _costly(p, tile)
         can = [(False, True) if part else (False,) for _, part in factors]
         for copy in itertools.product(*can):
             name = tiling.way_name(tile, part, parts)
             work = tiling.cost(tile, p.m, n, p.places, part, parts, busy)
-            for x, is_copied, factor in zip(("X", "Y", "Y1"), copy, factors, strict=False):
+            for x, is_copied, factor in zip("XY", copy, factors, strict=True):
                 name += f", {x} copied" if is_copied else ""
                 work += copies.added(p, *factor, is_copied, busy)
             make = functools.partial(plan, p, device, tile, part, parts, copy=copy)

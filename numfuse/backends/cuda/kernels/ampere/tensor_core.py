@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -294,6 +295,13 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         made = _fitting(plan(p, device, *few, clustered=True), device)
         if made is not None:
             return made
+    if p.part:
+        where = p.m, n, p.k, p.places, p.part, device.multiprocessors
+        for _, tile, part, parts in sorted(tiling.in_parts(tiles, *where), key=itemgetter(0)):
+            made = _fitting(plan(p, device, tile, part, parts), device)
+            if made is not None:
+                return made
+        return None
     for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
         tile, part, parts, _ = tiling.block(
             fitting, p.m, n, p.k, p.places, p.free, device.multiprocessors, p.whole
@@ -316,7 +324,10 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     def made(tile: CudaBlock, part: int, parts: int) -> Plan | None:
         return _fitting(plan(p, device, tile, part, parts), device)
 
-    for _, tile, part, parts in tiling.ways(_tiles(p, device), *where):
+    found = tiling.ways(_tiles(p, device), *where)
+    if p.part:
+        found = tiling.in_parts(_tiles(p, device), p.m, n, p.k, p.places, p.part, busy)
+    for _, tile, part, parts in found:
         name = tiling.way_name(tile, part, parts)
         cost = tiling.cost(tile, p.m, n, p.places, part, parts, busy)
         yield Way(name, cost, functools.partial(made, tile, part, parts))

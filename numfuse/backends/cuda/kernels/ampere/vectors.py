@@ -61,6 +61,9 @@ AHEAD = 4
 BROUGHT = 8
 #: Bytes of a slice of the few vectors, and values of K.
 SLICE_BYTES, SLICE = 32 << 10, 4096
+#: Values of K of a part at the least where a block is chosen for all of them: it has fewer lines
+#: then, and shorter parts come where these still leave a device idle.
+BLOCK_PART = 1024
 #: Lines from which on neighbouring threads may have neighbouring lines.
 ACROSS_LEAST = 32
 
@@ -276,7 +279,7 @@ def least_part(product: Product) -> int:
     """Return the values of K of the shortest part of a sum: all of them where it is not cut."""
     if product.whole:
         return product.k
-    return tiling.PART if product.free else tiling.THIN_PART
+    return tiling.PART
 
 
 def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
@@ -292,7 +295,8 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
 
     # Each block reads the vectors: of many of them, or of long ones, few lines cost as much again,
     # and K is cut instead where blocks are few.
-    cuts = max(1, p.k // least_part(p) // (1 if side == SIDE else 4))
+    least = least_part(p) if p.whole or p.free else BLOCK_PART
+    cuts = max(1, p.k // least // (1 if side == SIDE else 4))
 
     def blocks(lines: int) -> int:
         return -(-long.lines // lines) * places * cuts
@@ -390,7 +394,8 @@ def _cost_of(product: Product, multiprocessors: int) -> tuple[int, int, int]:
     blocks = -(-long.lines // block_of(p, long, multiprocessors).lines) * places
     access = size * math.gcd(p.k, 16 // size) if long.along else 16
     access = size if long.lines < ACROSS_LEAST else access
-    return blocks, long.lines * p.k * places * size, access
+    # each block reads the vectors, too
+    return blocks, (long.lines * places + blocks * long.few) * p.k * size, access
 
 
 def _parts(product: Product, device: DeviceInfo) -> int:

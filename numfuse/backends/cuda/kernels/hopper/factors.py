@@ -185,7 +185,7 @@ def copy_of(
         ARGUMENTS(source=source, out=copy, rows=rows, columns=columns, pitch=pitch, plane=plane),
         overlaps=True,
         makes=(copy.name, planes_of(kind) * plane * 2),
-        beside=copy_kernel(kind_of_copy, wide, beside=True),
+        beside=functools.partial(copy_kernel, kind_of_copy, wide, beside=True),
     )
 
 
