@@ -28,6 +28,8 @@ import numpy as np
 from numba import njit, types
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 from numfuse.expr import FASTMATH, Expr
@@ -125,8 +127,14 @@ class _Cache(FunctionCache):
         return pathlib.Path(self.cache_path) / f"{self._impl.filename_base}.{digest}.nbc"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function, or None."""
-        target_context.refresh()
+        """The compiled function, or None.
+
+        Numba would have its target refreshed first: load all that it can compile, half of the time
+        of a process's first call. What is compiled already needs the symbols of Numba's runtime
+        alone (a kernel's object names some, whether or not it calls them), and the compiler
+        refreshes the target for what is not.
+        """
+        rtsys.initialize(cpu_target.target_context)
         path = self._path(sig, target_context.codegen())
         body = binaries.read(path)
         if body is None:

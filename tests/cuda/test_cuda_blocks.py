@@ -530,7 +530,7 @@ def test_a_copy_beside_another_one_waits_at_its_end():
         ("wait", "release", launch), ("release", "wait", replace(launch, kernel=launch.beside())),
     ):  # fmt: skip
         work, calls = np.full(size // 4, np.nan, np.float32), []
-        waits = {f"grid_{x}": lambda x=x: calls.append(x) for x in ("wait", "release")}
+        waits = {f"grid_{x}": lambda x=x, to=calls: to.append(x) for x in ("wait", "release")}
         Machine([source.memory, work], **waits).run(own, x=source.address, work=work.ctypes.data)
         assert (np.ndarray((2, 70, 37), np.float32, work, 0, steps) == source.view).all()
         assert calls[0] == first and calls[-1] == last
