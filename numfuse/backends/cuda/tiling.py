@@ -288,23 +288,26 @@ THIN_SURE = 32
 THIN_CYCLES, THIN_ROW_CYCLES = 14.0, 0.2
 CORE_CYCLES = 1 / 125
 #: Values of K in the time of which such a block begins and ends: an H100 took 42.7 us for
-#: 64 x 256 x 18944, which are five rounds of them, and 28.8 by the tiles above.
-THIN_ROUND = 300
+#: 64 x 256 x 18944, which are five rounds of them, and 28.8 by the tiles above, but 32 and 33 for
+#: 52 x 484 x 4375 with the weight as (out, in), which tiles have to turn.
+THIN_ROUND = 200
 
 
 def thin_pays(
-    blocks: int, m: int, n: int, k: int, places: int, parts: int, multiprocessors: int, whole: bool
-) -> bool:
+    blocks: int, m: int, n: int, k: int, places: int, parts: int, multiprocessors: int, whole: bool,
+    beside: tuple[float, ...] = (),
+) -> bool:  # fmt: skip
     """Return whether few rows take no longer by blocks of all of them, cut in so many parts.
 
-    A multiprocessor has room for one such block.
+    A multiprocessor has room for one such block. `beside` is what the tiles of `CORE_BLOCKS` cost
+    beside their work.
     """
     if m <= THIN_SURE:
         return True
     rounds = -(-blocks * parts // multiprocessors)
     cycles = rounds * (-(-k // parts) + THIN_ROUND) * (THIN_CYCLES + THIN_ROW_CYCLES * m)
     cycles += CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
-    where = places, False, multiprocessors, whole
+    where = places, False, multiprocessors, whole, beside
     return cycles <= block(CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
 
 

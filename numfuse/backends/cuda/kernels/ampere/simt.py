@@ -224,7 +224,7 @@ def copied(product: Product, device: DeviceInfo, tile: CudaBlock) -> tuple[bool,
     )
 
 
-def _beside(product: Product, tiles: Sequence[CudaBlock], busy: int) -> tuple[float, ...]:
+def beside_of(product: Product, tiles: Sequence[CudaBlock], busy: int) -> tuple[float, ...]:
     """Return what the factors cost each tile beside its arithmetic: copied or as they lie."""
     found = []
     for tile in tiles:
@@ -333,7 +333,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     where = p.k, p.places, p.free, device.multiprocessors
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
-    beside = _beside(p, tiles, device.multiprocessors)
+    beside = beside_of(p, tiles, device.multiprocessors)
     if p.part:
         parted = tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, where[-1], beside)
         _, tile, part, parts = min(parted, key=itemgetter(0))

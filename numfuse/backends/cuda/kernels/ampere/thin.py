@@ -32,6 +32,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel
 from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
+from numfuse.backends.cuda.kernels.ampere import simt
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.thin_gemm import i32, thin_product
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
@@ -311,7 +312,10 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
     busy = device.multiprocessors
     parts = 1 if p.whole else tiling.thin_parts(blocks, p.m, p.k, size, busy)
-    if not tiling.thin_pays(blocks, p.m, p.n, p.k, p.places, parts, busy, p.whole):
+    # (here a turned Y costs nothing, and tiles turn it in registers, or by a copy)
+    tiles = tiling.CORE_BLOCKS if p.y.dtype == "float32" else ()
+    beside = simt.beside_of(p, tiles, busy)
+    if not tiling.thin_pays(blocks, p.m, p.n, p.k, p.places, parts, busy, p.whole, beside):
         return None
     return plan(p, device, parts)
 
