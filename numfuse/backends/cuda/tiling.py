@@ -479,12 +479,12 @@ def in_parts(
     tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, part: int,
     multiprocessors: int, beside: tuple[float, ...] = (),
 ) -> list[_Way]:  # fmt: skip
-    """Return the ways to run a product whose K is cut to parts of `part` values."""
-    number = -(-k // part)
+    """Return the ways to run a product whose K is cut to parts of `part` values, or is one."""
+    number = max(1, -(-k // part))
     return [
         (cost(tile, m, n, places, part, number, multiprocessors) + more, tile, part, number)
         for tile, more in zip(tiles, beside or (0.0,) * len(tiles), strict=True)
-        if part % tile.block_k == 0
+        if number == 1 or part % tile.block_k == 0
     ]
 
 
@@ -511,7 +511,7 @@ def block(
     `CUT_ROUNDS` of multiprocessors, and parts save much (never where K shall stay `whole`).
     `beside` is what each tile costs beside its work.
     """
-    count, beside = 1 if free else places, beside or (0.0,) * len(tiles)
+    count = 1 if free else places
     best = _cheapest(tiles, m, n, k, count, PART if free else 0, multiprocessors, beside)
     blocks = -(-m // tiles[0].block_m) * -(-n // tiles[0].block_n) * places
     if not (free or whole) and blocks < CUT_ROUNDS * multiprocessors:
@@ -520,12 +520,8 @@ def block(
             best = cut
     work, tile, part, parts = best
     if free and places > 1:  # the parts are fixed, but all places share the device
-        costs = [
-            (cost(t, m, n, places, part, parts, multiprocessors) + more, t)
-            for t, more in zip(tiles, beside, strict=True)
-            if parts == 1 or part % t.block_k == 0
-        ]
-        work, tile = min(costs, key=itemgetter(0))
+        together = in_parts(tiles, m, n, k, places, part, multiprocessors, beside)
+        work, tile, *_ = min(together, key=itemgetter(0))
     return tile, part, parts, work
 
 

@@ -24,7 +24,7 @@ from numfuse.backends.cuda.compile.schema import Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import inlined, kernel_of, unrolled
 from numfuse.backends.cuda.kernels import joins
-from numfuse.backends.cuda.kernels.ampere.epilogue import Second
+from numfuse.backends.cuda.kernels.ampere.epilogue import Second, finish_values
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_bytes, parts_of
 from numfuse.backends.cuda.kernels.joins import add_planes, corrected
 from numfuse.backends.cuda.kernels.passes import one_value, store_one, threads_of
@@ -85,15 +85,14 @@ def finish_planes(
         if row < m and column < n:
             at = place * parts.place + row * parts.row + column * ITEMSIZE
             sum_planes(total, error, ahead, parts.address + at, parts)
+            load_values(offset, added, ends, place, row, column)
             if TWO_SUMS:
                 sum_planes(total1, error, ahead, parts.second + at, parts)
-                begin_values(offset, offset1, added, ends, second, place, row, column)
-                finish_both(total, total1, offset, offset1, added, made)
-                if PRE1:
-                    STORE_PRE1(second.pre.address + element(second.pre, place, row, column), total1)
-                store_values(total, made, ends, place, row, column)
-            else:
-                finish_values(total, offset, added, made, ends, place, row, column)
+                load_second(offset1, second, place, column)
+            finish_values(total, total1, offset, offset1, added, 0, made)
+            store_values(total, made, ends, place, row, column)
+            if PRE1:
+                STORE_PRE1(second.pre.address + element(second.pre, place, row, column), total1)
         if SUMS:
             for v in unrolled(VALUES):
                 shared[i * VALUES + v] = made[v]
@@ -120,23 +119,12 @@ def block_at(number, row_blocks, column_blocks):
     return place, rest - place * row_blocks, column0
 
 
-def finish_values(total, offset, added, made, ends: Ends, place, row, column):
-    """The results of the sums of VALUES neighbours: the first is left in `made`.
+def load_values(offset, added, ends: Ends, place, row, column):
+    """Load what an epilogue reads beside the sums of VALUES neighbours.
 
     (The registers are the caller's: in the simulator, threads share the `cuda` of a device
     function.)
     """
-    load_values(offset, added, ends, place, row, column)
-    for v in unrolled(VALUES):
-        if PRE:
-            made[v], total[v] = EPILOGUE(total[v], offset[v], added[v])
-        else:
-            made[v] = EPILOGUE(total[v], offset[v], added[v])
-    store_values(total, made, ends, place, row, column)
-
-
-def load_values(offset, added, ends: Ends, place, row, column):
-    """Load what an epilogue reads beside the sums of VALUES neighbours."""
     for v in unrolled(VALUES):
         offset[v] = ZERO
         added[v] = ZERO
@@ -150,9 +138,8 @@ def load_values(offset, added, ends: Ends, place, row, column):
             added[v] = loaded[v]
 
 
-def begin_values(offset, offset1, added, ends: Ends, second: Second, place, row, column):
-    """Load it where there are two sums, and another operand like the bias."""
-    load_values(offset, added, ends, place, row, column)
+def load_second(offset1, second: Second, place, column):
+    """Load the other operand like the bias of two sums."""
     for v in unrolled(VALUES):
         offset1[v] = ZERO
     if BIAS1:
@@ -161,20 +148,8 @@ def begin_values(offset, offset1, added, ends: Ends, second: Second, place, row,
             offset1[v] = LOAD_BIAS1(second.bias.address + along, 0)
 
 
-def finish_both(total, total1, offset, offset1, added, made):
-    """The results of both sums of VALUES neighbours: in `made`, `total` and `total1`."""
-    for v in unrolled(VALUES):
-        z, z1, bias, bias1, extra = total[v], total1[v], offset[v], offset1[v], added[v]
-        if PRE1:
-            made[v], total[v], total1[v] = EPILOGUE(z, z1, bias, bias1, extra)
-        elif PRE:
-            made[v], total[v] = EPILOGUE(z, z1, bias, bias1, extra)
-        else:
-            made[v] = EPILOGUE(z, z1, bias, bias1, extra)
-
-
 def store_values(total, made, ends: Ends, place, row, column):
-    """Store the results of VALUES neighbours."""
+    """Store the first two results of VALUES neighbours."""
     if PRE:
         STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), total)
     STORE_OUT(ends.out.address + element(ends.out, place, row, column), made)
@@ -216,7 +191,7 @@ class Finish:
 
 
 def finish_of(product: Product, info: DeviceInfo, aligned: bool, turns: int = 1) -> Finish:
-    """Return how a kernel finishes a product (`finish_values`, `sum_columns`).
+    """Return how a kernel finishes a product (`load_values` to `sum_columns`).
 
     `aligned`: what it reads of a sum may be read for 16 bytes of values at once. `turns`: accesses
     that a thread has of a block.
@@ -234,6 +209,7 @@ def finish_of(product: Product, info: DeviceInfo, aligned: bool, turns: int = 1)
     if info.capability[0]:
         lanes = turns * threads // tiling.RUN
     bindings = parts_of(p) | {
+        "TWO_SUMS": p.has_two_sums,
         "THREADS": threads,
         "ROWS": tiling.RUN,
         "LANES": lanes,
@@ -282,7 +258,6 @@ def finished(
         "AHEAD": ahead,
         "THEN": then,
         "OVERLAPS": overlaps,
-        "TWO_SUMS": p.has_two_sums,
         "LOAD": _accesses(p.accumulator, p.accumulator, how.values)[0],
     }
     name = f"finish {p.epilogue.name}"
@@ -291,11 +266,7 @@ def finished(
     place, plane, row = (step * size for step in steps)
     arguments = FINISH(
         parts=Parts(planes, second or 0, depth, plane, place, row),
-        second=Second(
-            in_bytes(Slot("y1"), None),
-            in_bytes(Slot("bias1"), p.bias1),
-            in_bytes(Slot("pre1"), p.pre1),
-        ),
+        second=Second.of(p, in_bytes(Slot("y1"), None)),
         m=p.m,
         n=p.n,
         row_blocks=how.row_blocks,

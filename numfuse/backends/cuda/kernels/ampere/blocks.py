@@ -173,6 +173,18 @@ def takes(product: Product, device: DeviceInfo) -> bool:
     return device.capability >= (8, 0) and max(p.m, p.n, p.k) < 1 << 30
 
 
+def ways_of(
+    product: Product, tiles: tuple[CudaBlock, ...], multiprocessors: int
+) -> list[tuple[float, CudaBlock, int, int]]:
+    """Return what a model expects of a product, a tile, and (length, number) of its sum's parts."""
+    p, n = product, product.n * (1 + product.has_two_sums)  # as many columns of sums
+    if p.part:
+        return tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, multiprocessors)
+    least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
+    places = 1 if p.free else p.places
+    return tiling.ways(tiles, p.m, n, p.k, places, least, multiprocessors)
+
+
 def paired(product: Product, fetch: Fetch) -> Fetch | None:
     """Return how a right factor comes to a block: as one of two where two sums have one each.
 
@@ -225,11 +237,7 @@ def plan(
     arguments = schema(
         x=in_bytes(slots[0], p.x),
         y=in_bytes(slots[1], p.rights[0]),
-        second=Second(
-            in_bytes(slots[-1], None if p.woven else p.y1),
-            in_bytes(Slot("bias1"), p.bias1),
-            in_bytes(Slot("pre1"), p.pre1),
-        ),
+        second=Second.of(p, in_bytes(slots[-1], None if p.woven else p.y1)),
         m=p.m,
         n=p.n,
         k=p.k,

@@ -13,6 +13,8 @@ import numpy as np
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.epilogue import in_bytes
+from numfuse.backends.cuda.plan.product import Product, Slot
 
 i32, i64 = np.int32, np.int64
 
@@ -40,6 +42,12 @@ class Second:
     #: Another operand as the bias is one, and a third result.
     bias: Array
     pre: Array
+
+    @classmethod
+    def of(cls, product: Product, y: Array) -> Second:
+        """Return those of a product, whose second right factor is `y`; strides in bytes."""
+        p = product
+        return cls(y, in_bytes(Slot("bias1"), p.bias1), in_bytes(Slot("pre1"), p.pre1))
 
 
 def place_of(column):
@@ -154,20 +162,7 @@ def finish_row(
     n,
 ):
     """The results of a thread's sums of a row; `added` has its extra operand from `first` on."""
-    for v in unrolled(VALUES):
-        extra = added[first + v]
-        if TWO_SUMS:
-            z, z1, bias, bias1 = value[v], value1[v], offset[v], offset1[v]
-            if PRE1:
-                result[v], value[v], value1[v] = EPILOGUE(z, z1, bias, bias1, extra)
-            elif PRE:
-                result[v], value[v] = EPILOGUE(z, z1, bias, bias1, extra)
-            else:
-                result[v] = EPILOGUE(z, z1, bias, bias1, extra)
-        elif PRE:
-            result[v], value[v] = EPILOGUE(value[v], offset[v], extra)
-        else:
-            result[v] = EPILOGUE(value[v], offset[v], extra)
+    finish_values(value, value1, offset, offset1, added, first, result)
     if row < m:
         if WIDE:
             if column < n:
@@ -187,6 +182,24 @@ def finish_row(
         if SUMS:
             for v in unrolled(VALUES):
                 summed[v] = summed[v] + result[v]
+
+
+def finish_values(value, value1, offset, offset1, added, first, result):
+    """The results of VALUES sums: the first in `result`, others in the places of the sums."""
+    for v in unrolled(VALUES):
+        extra = added[first + v]
+        if TWO_SUMS:
+            z, z1, bias, bias1 = value[v], value1[v], offset[v], offset1[v]
+            if PRE1:
+                result[v], value[v], value1[v] = EPILOGUE(z, z1, bias, bias1, extra)
+            elif PRE:
+                result[v], value[v] = EPILOGUE(z, z1, bias, bias1, extra)
+            else:
+                result[v] = EPILOGUE(z, z1, bias, bias1, extra)
+        elif PRE:
+            result[v], value[v] = EPILOGUE(value[v], offset[v], extra)
+        else:
+            result[v] = EPILOGUE(value[v], offset[v], extra)
 
 
 def take_sums(value, at, c):

@@ -324,11 +324,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     arguments = ARGUMENTS(
         x=in_bytes(Slot("x"), p.x),
         y=in_bytes(Slot("y"), p.y),
-        second=Second(
-            in_bytes(Slot("y1"), p.y1),
-            in_bytes(Slot("bias1"), p.bias1),
-            in_bytes(Slot("pre1"), p.pre1),
-        ),
+        second=Second.of(p, in_bytes(Slot("y1"), p.y1)),
         m=p.m,
         n=p.n,
         k=p.k,

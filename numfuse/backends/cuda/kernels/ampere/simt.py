@@ -381,13 +381,8 @@ def _in_two(
 def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     """Return all ways to run it: every tile, in the parts that a model names, with every copy."""
     p, busy = product, device.multiprocessors
-    least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
     n = p.n * (1 + p.has_two_sums)
-    where = p.m, n, p.k, 1 if p.free else p.places, least, busy
-    found = tiling.ways(_tiles(p, device), *where)
-    if p.part:
-        found = tiling.in_parts(_tiles(p, device), p.m, n, p.k, p.places, p.part, busy)
-    for _, tile, part, parts in found:
+    for _, tile, part, parts in blocks.ways_of(p, _tiles(p, device), busy):
         factors = _costly(p, tile)
         can = [(False, True) if part else (False,) for _, part in factors]
         for copy in itertools.product(*can):

@@ -296,8 +296,8 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         if made is not None:
             return made
     if p.part:
-        where = p.m, n, p.k, p.places, p.part, device.multiprocessors
-        for _, tile, part, parts in sorted(tiling.in_parts(tiles, *where), key=itemgetter(0)):
+        found = blocks.ways_of(p, tiles, device.multiprocessors)
+        for _, tile, part, parts in sorted(found, key=itemgetter(0)):
             made = _fitting(plan(p, device, tile, part, parts), device)
             if made is not None:
                 return made
@@ -317,17 +317,12 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
 def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     """Return all ways to run it: every tile, in the parts that a model names."""
     p, busy = product, device.multiprocessors
-    least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
     n = p.n * (1 + p.has_two_sums)
-    where = p.m, n, p.k, 1 if p.free else p.places, least, busy
 
     def made(tile: CudaBlock, part: int, parts: int) -> Plan | None:
         return _fitting(plan(p, device, tile, part, parts), device)
 
-    found = tiling.ways(_tiles(p, device), *where)
-    if p.part:
-        found = tiling.in_parts(_tiles(p, device), p.m, n, p.k, p.places, p.part, busy)
-    for _, tile, part, parts in found:
+    for _, tile, part, parts in blocks.ways_of(p, _tiles(p, device), busy):
         name = tiling.way_name(tile, part, parts)
         cost = tiling.cost(tile, p.m, n, p.places, part, parts, busy)
         yield Way(name, cost, functools.partial(made, tile, part, parts))

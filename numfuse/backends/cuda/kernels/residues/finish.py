@@ -24,11 +24,13 @@ from numfuse.backends.cuda.compile.scalars import fused, select, two_powers_of_t
 from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
+from numfuse.backends.cuda.kernels.ampere.epilogue import finish_values
 from numfuse.backends.cuda.kernels.epilogue import finishing, in_bytes
 from numfuse.backends.cuda.kernels.planes import (
     block_at,
     finish_of,
-    finish_values,
+    load_values,
+    store_values,
     sum_columns,
 )
 from numfuse.backends.cuda.kernels.residues import split
@@ -91,7 +93,9 @@ def reconstruct(
                     total[v] = number(total[v], rest[v], exponent)
                 else:
                     total[v] = plain(x.array, y.array, place, row, column + v, k)
-            finish_values(total, offset, added, made, ends, place, row, column)
+            load_values(offset, added, ends, place, row, column)
+            finish_values(total, total, offset, offset, added, 0, made)  # (of one sum)
+            store_values(total, made, ends, place, row, column)
         if SUMS:
             for v in unrolled(VALUES):
                 shared[i * VALUES + v] = made[v]
