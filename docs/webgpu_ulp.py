@@ -29,7 +29,9 @@ import numpy as np
 
 from numfuse import activations
 from numfuse import expr as ex
+from numfuse.backends.webgpu.device import adapters as known
 from numfuse.backends.webgpu.device.device import FEATURES
+from numfuse.errors import BackendUnavailable
 from numfuse.expr import Expr, topological
 from numfuse.language import wgsl
 
@@ -47,16 +49,17 @@ class Unavailable(Exception):
     """No adapter, or not the one that was asked for."""
 
 
+def adapters() -> list[Any]:
+    """Every adapter of numfuse's list (a second one of wgpu's would not go beside it)."""
+    try:
+        return [adapter.handle for adapter in known.adapters()]
+    except BackendUnavailable as why:
+        raise Unavailable(str(why)) from why
+
+
 def find_adapter() -> Any:
     """The first adapter that the environment names, Vulkan before others, a GPU before a CPU."""
-    try:
-        import wgpu
-    except ImportError as missing:
-        raise Unavailable(f"wgpu is not installed: {missing}") from missing
-    try:
-        found = wgpu.gpu.enumerate_adapters_sync()
-    except Exception as why:  # wgpu has no class of its own for "no driver"
-        raise Unavailable(f"wgpu finds no adapter: {why}") from why
+    found = adapters()
     wanted = os.environ.get("NUMFUSE_WEBGPU_ADAPTER", "").lower()
     found = [a for a in found if wanted in f"{a.info['device']} {a.info['backend_type']}".lower()]
     if not found:

@@ -199,6 +199,47 @@ def test_the_environment_names_the_adapter(adapters, monkeypatch):
     assert choose(adapters[0].number).number == adapters[0].number  # an argument goes before
 
 
+#: Two threads compute on every adapter, beside one that makes devices and one that lists adapters.
+LISTING = """
+import sys, threading, time
+import numpy as np, numfuse as nf
+from numfuse.backends.webgpu.device.adapters import choose
+
+end, x, failed = time.monotonic() + 2, np.ones((40, 40), np.float32), []
+
+def in_turn(work):
+    try:
+        while time.monotonic() < end:
+            work()
+    except BaseException as error:
+        failed.append(error)
+
+def compute(number):
+    out = nf.matmul_bias_activation(x, x, backend=nf.use_backend("webgpu", device=number).backend)
+    assert (out == 40).all()
+
+works = [lambda: nf.webgpu.adapters()]
+for number in map(int, sys.argv[1:]):
+    works += [lambda number=number: compute(number)] * 2
+    works += [lambda number=number: choose(number).handle.request_device_sync()]
+threads = [threading.Thread(target=in_turn, args=(work,)) for work in works]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failed, failed
+"""
+
+
+def test_adapters_are_listed_while_devices_compute(giving):
+    """A list of wgpu's own would end the process in most runs of this, where OpenGL computes."""
+    run = subprocess.run(
+        [sys.executable, "-c", LISTING, *(str(adapter.number) for adapter in giving)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
 def info(**environment):
     run = subprocess.run(
         [sys.executable, "-m", "numfuse", "info"], capture_output=True, text=True, timeout=120,

@@ -118,16 +118,14 @@ def same_bits(a, b):
 # --- the device ---------------------------------------------------------------------------------
 
 
-def test_the_adapter_is_the_one_that_is_meant(adapter, results, record_property):
+def test_the_adapter_is_the_one_that_is_meant(script, adapter, results, record_property):
     info = adapter.info
     print(f"{info['device']}, {info['backend_type']}, {info['adapter_type']}")
     record_property("adapter", dict(info))
     wanted = os.environ.get("NUMFUSE_WEBGPU_ADAPTER", "").lower()
     assert wanted in f"{info['device']} {info['backend_type']}".lower()
     assert info["device"] and info["adapter_type"] in ("CPU", "IntegratedGPU", "DiscreteGPU")
-    import wgpu
-
-    vulkan = [a for a in wgpu.gpu.enumerate_adapters_sync() if a.info["backend_type"] == "Vulkan"]
+    vulkan = [a for a in script.adapters() if a.info["backend_type"] == "Vulkan"]
     assert info["backend_type"] == "Vulkan" or wanted or not vulkan
     # what ran is a device of that adapter
     assert results("float32").run.device.adapter.info["device"] == info["device"]
@@ -165,9 +163,7 @@ def test_errors_are_within_the_bound(script, results, name, order, dtype):
 
 def test_errors_are_within_the_bound_on_every_other_adapter(script, adapter):
     """Another interface has another compiler: Mesa reassociates sums of OpenGL, not of Vulkan."""
-    import wgpu
-
-    others = [a for a in wgpu.gpu.enumerate_adapters_sync() if dict(a.info) != dict(adapter.info)]
+    others = [a for a in script.adapters() if dict(a.info) != dict(adapter.info)]
     tried = 0
     for other in others:
         try:

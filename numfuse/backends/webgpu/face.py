@@ -18,7 +18,7 @@ from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract.backend import ContractBackend
 from numfuse.backends.webgpu.contract.entry_points import reference_source
 from numfuse.backends.webgpu.device import forks
-from numfuse.backends.webgpu.device.adapters import adapters, again, choose
+from numfuse.backends.webgpu.device.adapters import adapters, choose
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.host import HostProgram
 from numfuse.backends.webgpu.lower import networks
@@ -73,8 +73,6 @@ class WebGpuBackend(OneRun):
             with self._lock:
                 device = self._device
                 if device is None or device.lost:
-                    if device is not None:
-                        self._adapter = again(self._adapter)
                     device = self._device = Device(self._adapter, self._limits)
         return device
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, NamedTuple
 
 import wgpu
@@ -30,12 +31,27 @@ class Adapter(NamedTuple):
 
 
 def adapters() -> list[Adapter]:
-    """Every adapter that wgpu finds, in its order.
+    """Every adapter that wgpu finds, in its order; looked for once a process, if one is found.
 
     BackendUnavailable where wgpu cannot look for adapters: its library does not load, or this
     process was forked from one that had looked.
     """
     forks.begin()
+    with _LOOKING:
+        if not _FOUND:
+            _FOUND.extend(_enumerated())
+    return list(_FOUND)
+
+
+#: The adapters that were found are kept, and not looked for again: all of wgpu's OpenGL uses one
+#: context of EGL, and each list of adapters guards it by a lock of its own (wgpu 29). Where one is
+#: made or dropped while a device of another computes in its thread, both take the context, and the
+#: process ends (`BadAccess`).
+_FOUND: list[Adapter] = []
+_LOOKING = threading.Lock()
+
+
+def _enumerated() -> list[Adapter]:
     try:
         found = wgpu.gpu.enumerate_adapters_sync()
     except Exception as error:
@@ -88,11 +104,3 @@ def choose(which: str | int | None = None) -> Adapter:
         if which.casefold() in f"{adapter.name} {adapter.interface}".casefold():
             return adapter
     raise ValueError(f"device must be a part of an adapter's name ({known}), got {which!r}")
-
-
-def again(adapter: Adapter) -> Adapter:
-    """Return the same adapter, found anew, or one of its name if its interface is gone."""
-    for found in adapters():
-        if (found.name, found.interface) == (adapter.name, adapter.interface):
-            return found
-    return choose(adapter.name)
