@@ -2,8 +2,9 @@
 
 - `dispatch`: which adapter serves a kind of array
 - `specialise`: kernels as clones of a template with bound names, for Numba
-- `compilation`, `machine_code`, `binaries`: one compilation at a time, an engine for each kernel,
-  and a disk cache whose files say whether they are whole
+- `compilation`, `call_types`, `machine_code`, `binaries`: one compilation at a time, with types of
+  operators that are found once, an engine for each kernel, and a disk cache whose files say whether
+  they are whole
 - `lifetimes`: keys that go with the formulas that they name
 - `interrupts`: work that an interrupt does not reach
 - `pool`: free blocks of memory, kept for the next call

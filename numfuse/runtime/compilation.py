@@ -24,7 +24,7 @@ import numpy as np
 from llvmlite.binding import ffi
 from numba.core.compiler_lock import global_compiler_lock
 
-from numfuse.runtime import binaries
+from numfuse.runtime import binaries, call_types
 from numfuse.runtime.interrupts import deferred
 
 _T = TypeVar("_T")
@@ -70,7 +70,7 @@ def compiled(work: Callable[[], _T]) -> _T:
             with _TURNSTILE:
                 pass
         # (what NumPy is to do with an overflow is the caller's, not that of the constants here)
-        with global_compiler_lock, np.errstate(all="ignore"):
+        with global_compiler_lock, call_types.remembered(), np.errstate(all="ignore"):
             return work()
 
     result = alone() if _NUMBA._is_owned() else deferred(alone)

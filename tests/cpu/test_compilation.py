@@ -8,6 +8,7 @@ Guards: Ctrl-C, a signal's handler or a fork during a first call leaves the next
 from __future__ import annotations
 
 import _thread
+import operator
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ import time
 import once
 import pytest
 
-from numfuse.runtime import interrupts
+from numfuse.runtime import compilation, interrupts
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 needs_timers = pytest.mark.skipif(
@@ -187,6 +188,49 @@ def test_deferred_work_returns_and_raises_what_it_does_by_itself(monkeypatch):
                 both()
         assert found == [None, 5], way
         assert not interrupts._JOBS
+
+
+# --- types --------------------------------------------------------------------------------------
+def test_types_of_operators_are_found_once_and_numbas_own_compilations_find_them_themselves():
+    from numba.core import errors, types
+    from numba.core.registry import cpu_target
+
+    context = cpu_target.typing_context
+    context.refresh()
+    numbas = types.BaseFunction.get_call_type
+    asked = []
+
+    class Add(context.resolve_value_type(operator.add).templates[0]):
+        """Numba's first template of an addition, which tells what it is asked for."""
+
+        def apply(self, args, kws):
+            asked.append(args)
+            return super().apply(args, kws)
+
+    def find(*args):
+        found = known.get_call_type(context, args, {})
+        return found.return_type, known.get_impl_key(found)
+
+    templates = context.resolve_value_type(operator.add).templates
+    known = types.Function((Add, *templates))
+    numbers = types.int64, types.float32
+    pairs = types.UniTuple(types.int64, 2), types.UniTuple(types.float64, 1)
+    rows = types.Array(types.float32, 1, "C"), types.Array(types.float64, 1, "C")
+    before = {args: find(*args) for args in (numbers, pairs, rows)}
+    with compilation.call_types.remembered():
+        assert types.BaseFunction.get_call_type is not numbas
+        with compilation.call_types.remembered():
+            assert {args: find(*args) for args in before} == before
+        count = len(asked)
+        assert {args: find(*args) for args in before} == before and len(asked) == count
+        for _ in range(2):  # what has failed may be there later
+            count = len(asked)
+            with pytest.raises(errors.TypingError):
+                find(types.int64, types.unicode_type)
+            assert len(asked) > count
+    assert types.BaseFunction.get_call_type is numbas
+    count = len(asked)
+    assert find(*numbers) == before[numbers] and len(asked) > count
 
 
 # --- handlers of signals ------------------------------------------------------------------------
