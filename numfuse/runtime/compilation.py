@@ -9,13 +9,15 @@ waits until no thread compiles.
 from __future__ import annotations
 
 import _thread
+import contextlib
+import gc
 import os
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import methodcaller
 from types import FrameType
 from typing import Any, TypeVar
@@ -24,7 +26,8 @@ import numpy as np
 from llvmlite.binding import ffi
 from numba.core.compiler_lock import global_compiler_lock
 
-from numfuse.runtime import binaries, call_types
+from numfuse.runtime import binaries
+from numfuse.runtime.call_types import remembered
 from numfuse.runtime.interrupts import deferred
 
 _T = TypeVar("_T")
@@ -70,13 +73,28 @@ def compiled(work: Callable[[], _T]) -> _T:
             with _TURNSTILE:
                 pass
         # (what NumPy is to do with an overflow is the caller's, not that of the constants here)
-        with global_compiler_lock, call_types.remembered(), np.errstate(all="ignore"):
+        with global_compiler_lock, _ungathered(), remembered(), np.errstate(all="ignore"):
             return work()
 
     result = alone() if _NUMBA._is_owned() else deferred(alone)
     for text in binaries.unsaid():
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     return result
+
+
+@contextlib.contextmanager
+def _ungathered() -> Iterator[None]:
+    """Let no garbage be looked for, which takes a tenth of a compilation.
+
+    It makes millions of objects, hardly any of them garbage in cycles.
+    """
+    usual = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if usual:
+            gc.enable()
 
 
 def _inside_llvm() -> bool:

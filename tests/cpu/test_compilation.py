@@ -18,7 +18,7 @@ import time
 import once
 import pytest
 
-from numfuse.runtime import compilation, interrupts
+from numfuse.runtime import call_types, interrupts
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 needs_timers = pytest.mark.skipif(
@@ -217,9 +217,9 @@ def test_types_of_operators_are_found_once_and_numbas_own_compilations_find_them
     pairs = types.UniTuple(types.int64, 2), types.UniTuple(types.float64, 1)
     rows = types.Array(types.float32, 1, "C"), types.Array(types.float64, 1, "C")
     before = {args: find(*args) for args in (numbers, pairs, rows)}
-    with compilation.call_types.remembered():
+    with call_types.remembered():
         assert types.BaseFunction.get_call_type is not numbas
-        with compilation.call_types.remembered():
+        with call_types.remembered():
             assert {args: find(*args) for args in before} == before
         count = len(asked)
         assert {args: find(*args) for args in before} == before and len(asked) == count
