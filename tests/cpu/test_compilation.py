@@ -253,11 +253,9 @@ def handler(*_):
 # (An import that is interrupted leaves half of a module to who calls in its middle.)
 import numfuse.runtime.array_objects
 nf.backends(), right(x)
-imported = set(sys.modules)
 signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.05, 0.1)
 assert right(gate())
-assert not [name for name in set(sys.modules) - imported if name.startswith("numfuse")]
 print("own", len(found) > 0 and all(found), len(refused))
 del found[:]
 @numba.njit
