@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
-from numba.core import codegen
+from numba.core import codegen, types
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher, CPUTarget, cpu_target
 
@@ -102,6 +102,10 @@ DRAFT = _Draft("cpu")
 
 class _Inlined(CPUDispatcher):
     targetdescr = DRAFT
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        # Numba would compile one for each constant that it is called with; inlined, all are alike.
+        return super().get_call_template(tuple(map(types.unliteral, args)), kws)
 
 
 class _Function(CFunc):
