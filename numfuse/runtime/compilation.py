@@ -43,6 +43,8 @@ _NUMBA: Any = global_compiler_lock._lock
 _LLVM: Any = ffi.lib._lock._lock
 #: In the order in which a compilation takes them.
 _LOCKS: tuple[Any, ...] = _TURNSTILE, _NUMBA, _LLVM
+#: Whether a compilation has stopped Python's search for garbage.
+_put_off = False
 #: Why this process cannot compile, if it cannot.
 _refusal: str | None = None
 
@@ -84,17 +86,20 @@ def compiled(work: Callable[[], _T]) -> _T:
 
 @contextlib.contextmanager
 def _ungathered() -> Iterator[None]:
-    """Let no garbage be looked for, which takes a tenth of a compilation.
+    """Let no garbage be looked for, which takes a twentieth of a compilation.
 
     It makes millions of objects, hardly any of them garbage in cycles.
     """
+    global _put_off
     usual = gc.isenabled()
     gc.disable()
+    _put_off = _put_off or usual
     try:
         yield
     finally:
         if usual:
             gc.enable()
+            _put_off = False
 
 
 def _inside_llvm() -> bool:
@@ -174,6 +179,8 @@ def _after_fork_in_child() -> None:
                 "was interrupted): fork after it, start the process with 'spawn', or compile "
                 "beforehand (numfuse.warmup)"
             )
+            if _put_off:  # by a thread that is not here
+                gc.enable()
 
 
 if hasattr(os, "register_at_fork"):
