@@ -91,15 +91,16 @@ def _ungathered() -> Iterator[None]:
     It makes millions of objects, hardly any of them garbage in cycles.
     """
     global _put_off
-    usual = gc.isenabled()
-    gc.disable()
-    _put_off = _put_off or usual
+    if not gc.isenabled():
+        yield
+        return
     try:
+        _put_off = True
+        gc.disable()
         yield
     finally:
-        if usual:
-            gc.enable()
-            _put_off = False
+        gc.enable()
+        _put_off = False
 
 
 def _inside_llvm() -> bool:

@@ -297,13 +297,11 @@ def thin_pays(
     blocks: int, m: int, n: int, k: int, places: int, parts: int, multiprocessors: int, whole: bool,
     beside: tuple[float, ...] = (),
 ) -> bool:  # fmt: skip
-    """Return whether few rows take no longer by blocks of all of them, cut in so many parts.
+    """Return whether rows beyond `THIN_SURE` take no longer by blocks of all, cut in so many parts.
 
     A multiprocessor has room for one such block. `beside` is what the tiles of `CORE_BLOCKS` cost
     beside their work.
     """
-    if m <= THIN_SURE:
-        return True
     rounds = -(-blocks * parts // multiprocessors)
     cycles = rounds * (-(-k // parts) + THIN_ROUND) * (THIN_CYCLES + THIN_ROW_CYCLES * m)
     cycles += CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0

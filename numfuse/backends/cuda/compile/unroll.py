@@ -179,24 +179,26 @@ class _Writer(ast.NodeTransformer):
 _AT_ONCE = 30
 
 
+def _tuple(elements: list[ast.expr]) -> ast.expr:
+    """Return a tuple of them, as a sum of tuples that are put together at once."""
+    parts: list[ast.expr] = [
+        ast.Tuple(elements[i : i + _AT_ONCE], ast.Load()) for i in range(0, len(elements), _AT_ONCE)
+    ]
+    return functools.reduce(lambda left, right: ast.BinOp(left, ast.Add(), right), parts)
+
+
 class _Short(ast.NodeTransformer):
     """Writes a long tuple as a sum of short ones, and many arguments as such a tuple's elements."""
 
     def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
         self.generic_visit(node)
-        if len(node.elts) <= _AT_ONCE or not isinstance(node.ctx, ast.Load):
-            return node
-        parts: list[ast.expr] = [
-            ast.Tuple(node.elts[i : i + _AT_ONCE], ast.Load())
-            for i in range(0, len(node.elts), _AT_ONCE)
-        ]
-        return functools.reduce(lambda left, right: ast.BinOp(left, ast.Add(), right), parts)
+        short = len(node.elts) <= _AT_ONCE or not isinstance(node.ctx, ast.Load)
+        return node if short else _tuple(node.elts)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        if len(node.args) > _AT_ONCE and not any(isinstance(a, ast.Starred) for a in node.args):
-            every = self.visit_Tuple(ast.Tuple(node.args, ast.Load()))
-            node.args = [ast.Starred(every, ast.Load())]
+        if len(node.args) > _AT_ONCE:
+            node.args = [ast.Starred(_tuple(node.args), ast.Load())]
         return node
 
 

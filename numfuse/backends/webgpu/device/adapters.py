@@ -30,6 +30,14 @@ class Adapter(NamedTuple):
         return f"{self.number}: {self.name} ({self.kind}, {self.interface})"
 
 
+#: The adapters that were found are kept, and not looked for again: all of wgpu's OpenGL uses one
+#: context of EGL, and each list of adapters guards it by a lock of its own (wgpu 29). Where one is
+#: made or dropped while a device of another computes in its thread, both take the context, and the
+#: process ends (`BadAccess`).
+_FOUND: list[Adapter] = []
+_LOOKING = threading.Lock()
+
+
 def adapters() -> list[Adapter]:
     """Every adapter that wgpu finds, in its order; looked for once a process, if one is found.
 
@@ -41,14 +49,6 @@ def adapters() -> list[Adapter]:
         if not _FOUND:
             _FOUND.extend(_enumerated())
     return list(_FOUND)
-
-
-#: The adapters that were found are kept, and not looked for again: all of wgpu's OpenGL uses one
-#: context of EGL, and each list of adapters guards it by a lock of its own (wgpu 29). Where one is
-#: made or dropped while a device of another computes in its thread, both take the context, and the
-#: process ends (`BadAccess`).
-_FOUND: list[Adapter] = []
-_LOOKING = threading.Lock()
 
 
 def _enumerated() -> list[Adapter]:

@@ -174,15 +174,19 @@ def takes(product: Product, device: DeviceInfo) -> bool:
 
 
 def ways_of(
-    product: Product, tiles: tuple[CudaBlock, ...], multiprocessors: int
-) -> list[tuple[float, CudaBlock, int, int]]:
-    """Return what a model expects of a product, a tile, and (length, number) of its sum's parts."""
+    product: Product, tiles: tuple[CudaBlock, ...], multiprocessors: int,
+    beside: tuple[float, ...] = (),
+) -> list[tuple[float, CudaBlock, int, int]]:  # fmt: skip
+    """Return what a model expects of a product, a tile, and (length, number) of its sum's parts.
+
+    `beside` is what each tile costs beside its work.
+    """
     p, n = product, product.n * (1 + product.has_two_sums)  # as many columns of sums
     if p.part:
-        return tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, multiprocessors)
+        return tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, multiprocessors, beside)
     least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
     places = 1 if p.free else p.places
-    return tiling.ways(tiles, p.m, n, p.k, places, least, multiprocessors)
+    return tiling.ways(tiles, p.m, n, p.k, places, least, multiprocessors, beside)
 
 
 def paired(product: Product, fetch: Fetch) -> Fetch | None:

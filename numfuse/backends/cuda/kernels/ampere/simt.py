@@ -335,17 +335,17 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     beside = beside_of(p, tiles, device.multiprocessors)
     if p.part:
-        parted = tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, where[-1], beside)
-        _, tile, part, parts = min(parted, key=itemgetter(0))
+        found = blocks.ways_of(p, tiles, device.multiprocessors, beside)
+        _, tile, part, parts = min(found, key=itemgetter(0))
         return plan(p, device, tile, part, parts)
     tile, part, parts, work = tiling.block(tiles, p.m, n, *where, p.whole, beside)
     if p.is_rich:
         return plan(p, device, tile, part, parts) if parts == 1 else None
     beyond = p.n % tiles[0].block_n
     if parts == 1 and 0 < beyond < p.n and p.members is None:
-        found = _in_two(p, device, dict(zip(tiles, beside, strict=True)), work)
-        if found is not None:
-            return found
+        two = _in_two(p, device, dict(zip(tiles, beside, strict=True)), work)
+        if two is not None:
+            return two
     return plan(p, device, tile, part, parts)
 
 
