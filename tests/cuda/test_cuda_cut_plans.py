@@ -99,7 +99,7 @@ def test_parts_cover_the_sum_once_in_whole_slices(tiles):
         for m, n, k in ((1, 1, 600), (300, 100, 7000), (33, 65, 1025), (64, 4096, 4097)):
             tile, part, parts, work = tiling.block(tiles, m, n, k, 1, False, multiprocessors)
             assert part * (parts - 1) < k <= part * parts and work > 0
-            assert parts == 1 or (part % tile.block_k == 0 and part >= tiling.SPLIT_PART - 32)
+            assert parts == 1 or (part % tile.block_k == 0 and part >= tiling.CUT_PART - 32)
             again = tiling.block(tiles, m, n, k, 1, False, multiprocessors)
             assert again == (tile, part, parts, work)
     assert tiling.block(tiles, 300, 100, 7000, 1, False, 1)[2] == 1

@@ -69,6 +69,12 @@ PASS_THREADS = 256
 #: Values of a row that a thread of a copy has in flight.
 COPY_SPAN = 8
 PASS_AHEAD = 4
+#: Blocks of a slope's pass that shall fit on a multiprocessor, of single values and of 16 bytes:
+#: with the 80 and 128 registers that a compiler takes it is three and two, which took an H200 39 us
+#: for 78 MB and 24 us for 65 MB.
+PASS_BLOCKS = 6, 3
+#: Columns of chunks below which such a pass has one of them a thread.
+PASS_FEW = 1 << 16
 #: Planes of which a thread of a join has 16 bytes in flight, first and for what is left: with 4
 #: alone the 264 planes of a 64 x 64 d_b took an H200 12.7 us, half as long as their product.
 JOIN_AHEAD = 16
@@ -115,6 +121,10 @@ def chain(k: int, dtype: str) -> int:
 #: that; the rest is for what a model of times does not know.
 SPLIT_PART = CHAIN
 SPLIT_GAIN = 0.9
+#: The same of blocks by cp.async, whose models of time know what a part costs, and of their d_b.
+#: (An H200: d_b of 2185 x 205 x 74 in float32 in parts of 512 took the backward 30.8 us, of 256
+#: 26.1, of 128 24.4.)
+CUT_PART = 128
 #: Of blocks by cp.async, whose models know more, it is so much; and K is cut where they are fewer
 #: than so many for each multiprocessor: of one and a half the second round is half empty. (On an
 #: H100 203 blocks of 1840 x 4644 x 862 in float64 took 380 us, cuBLAS 312; 77 x 4864 x 12288 in
@@ -193,9 +203,12 @@ DOUBLE_BLOCKS = (
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.92),
 )
 #: The same where the sum has several chains, which registers add up: at 4096 cubed 2528 us, beside
-#: 2530 of one chain in the tiles above.
+#: 2530 of one chain in the tiles above. (An H200, the second beside what was chosen without it:
+#: 1500 x 9216 x 192 in 140 us for 151, 577 x 22016 x 160 in 129 for 142, 196 x 11008 x 576 in 77
+#: for 86.)
 DOUBLE_LONG = (
     CudaBlock(64, 128, 16, 32, 32, 4, 1, 8),
+    CudaBlock(128, 64, 16, 32, 32, 4, 1, 8, speed=0.98),
     CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.95),
     CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.92),
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=1.0),
@@ -203,7 +216,7 @@ DOUBLE_LONG = (
 #: The same of products of all members of points: where K is that of a network's layer a block ends
 #: and begins in an eighth of its time, and while one does, another one multiplies. (No GPU has
 #: timed this yet.)
-DOUBLE_MEMBERS = DOUBLE_LONG[1:]
+DOUBLE_MEMBERS = DOUBLE_LONG[2:]
 #: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
 #: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337. Sums are
 #: one chain, as wgmma's: what the unit cuts off is below the rounding of a 16-bit result, and 128
@@ -510,10 +523,10 @@ def block(
     `beside` is what each tile costs beside its work.
     """
     count = 1 if free else places
-    best = _cheapest(tiles, m, n, k, count, PART if free else 0, multiprocessors, beside)
+    best = _cheapest(tiles, m, n, k, count, CUT_PART if free else 0, multiprocessors, beside)
     blocks = -(-m // tiles[0].block_m) * -(-n // tiles[0].block_n) * places
     if not (free or whole) and blocks < CUT_ROUNDS * multiprocessors:
-        cut = _cheapest(tiles, m, n, k, places, SPLIT_PART, multiprocessors, beside)
+        cut = _cheapest(tiles, m, n, k, places, CUT_PART, multiprocessors, beside)
         if cut[0] < CUT_GAIN * best[0]:
             best = cut
     work, tile, part, parts = best

@@ -27,6 +27,8 @@ from numfuse.backends.cuda.kernels.epilogue import in_bytes
 from numfuse.backends.cuda.plan.product import WIDE_SINCE, DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
 
+i32, i64 = np.int32, np.int64
+
 #: Axes of a strided copy; of longer shapes the caller makes several.
 COPY_AXES = 4
 
@@ -54,6 +56,27 @@ def chunk_of(m: int, n: int) -> int:
     return length
 
 
+def sum_of(at, step):
+    return at + step
+
+
+def short_quotient(i, by):
+    return i64(intrinsics.quotient(i32(i), i32(by)))
+
+
+def long_quotient(i, by):
+    return i // by
+
+
+def quotient_of(total: int, info: DeviceInfo) -> Any:
+    """Return ``quotient(i, by)`` of indices below `total`: by 32 bits where these are enough.
+
+    Of 64 bits it is a hundred instructions, and a thread of a pass has little else to do.
+    """
+    short = total < 1 << 31 and info.capability[0]
+    return inlined(short_quotient if short else long_quotient)
+
+
 # --- slopes -------------------------------------------------------------------------------------
 def one_value(at):
     """Return an element, as the loads of several return theirs."""
@@ -78,7 +101,8 @@ def store_wide(at, values):
 def slope(pre: Array, extra: Array, out: Array, sums, m, n, per_row, chunks, length, total):
     """out = FORMULA(pre, extra), and the sums of its columns over chunks of `length` rows.
 
-    A thread has VALUES neighbours of a row, and AHEAD rows of them in flight. Strides are in bytes.
+    A thread has VALUES neighbours of a row, and AHEAD rows of them in flight: one, where nothing is
+    added up. Strides are in bytes.
     """
     z = cuda.local.array(AHEAD * VALUES, REAL)
     given = cuda.local.array(AHEAD * VALUES, REAL)
@@ -86,14 +110,14 @@ def slope(pre: Array, extra: Array, out: Array, sums, m, n, per_row, chunks, len
     run = cuda.local.array(VALUES, REAL)
     value = cuda.local.array(VALUES, REAL)
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
-        number = i // per_row
+        number = QUOTIENT(i, per_row)
         column = (i - number * per_row) * VALUES
-        place = number // chunks
+        place = QUOTIENT(number, chunks)
         row = (number - place * chunks) * length
         last = min(row + length, m) - 1
-        pre_at = pre.address + place * pre.place + column * pre.column
-        extra_at = extra.address + place * extra.place + column * extra.column
-        out_at = out.address + place * out.place + column * out.column
+        pre_at = pre.address + place * pre.place + row * pre.row + column * pre.column
+        extra_at = extra.address + place * extra.place + row * extra.row + column * extra.column
+        out_at = out.address + place * out.place + row * out.row + column * out.column
         for v in unrolled(VALUES):
             value[v] = ZERO
         while row <= last:
@@ -101,19 +125,22 @@ def slope(pre: Array, extra: Array, out: Array, sums, m, n, per_row, chunks, len
                 run[v] = ZERO
             for turn in unrolled(RUN // AHEAD):
                 for u in unrolled(AHEAD):
-                    # a row behind the last is the last once more, and not used
-                    here = min(row + (turn * AHEAD + u), last)
-                    loaded = LOAD_EXTRA(extra_at + here * extra.row)
+                    loaded = LOAD_EXTRA(extra_at)
                     for v in unrolled(VALUES):
                         given[u * VALUES + v] = loaded[v]
                     if PRE_PARTS:
                         for part in unrolled(PRE_PARTS):
-                            of_pre = LOAD_PRE(pre_at + here * pre.row + 16 * part)
+                            of_pre = LOAD_PRE(pre_at + 16 * part)
                             for v in unrolled(VALUES // PRE_PARTS):
                                 z[u * VALUES + part * (VALUES // PRE_PARTS) + v] = of_pre[v]
+                    if RUN > 1:
+                        # a row behind the last is the last once more, and not used
+                        if row + (turn * AHEAD + u) < last:
+                            extra_at = ADVANCE(extra_at, extra.row)
+                            if PRE_PARTS:
+                                pre_at = ADVANCE(pre_at, pre.row)
                 for u in unrolled(AHEAD):
-                    here = row + (turn * AHEAD + u)
-                    if here <= last:
+                    if row + (turn * AHEAD + u) <= last:
                         for v in unrolled(VALUES):
                             if PRE_PARTS:
                                 made[v] = FORMULA(z[u * VALUES + v], given[u * VALUES + v])
@@ -121,7 +148,9 @@ def slope(pre: Array, extra: Array, out: Array, sums, m, n, per_row, chunks, len
                                 made[v] = FORMULA(ZERO, given[u * VALUES + v])
                             run[v] = run[v] + made[v]
                         if OUT:
-                            STORE(out_at + here * out.row, made)
+                            STORE(out_at, made)
+                            if RUN > 1:
+                                out_at = ADVANCE(out_at, out.row)
             for v in unrolled(VALUES):
                 value[v] = value[v] + run[v]
             row += RUN
@@ -178,7 +207,8 @@ def slopes(
     Its slots are pre, extra, out and sums. The second result is the rows of the sums, which are of
     columns in chunks of rows (`chunk_of`).
     """
-    length = chunk_of(m, n)
+    # (a thread that adds nothing up has one access of each array: more threads, fewer registers)
+    length, run = (chunk_of(m, n), tiling.RUN) if sums else (1, 1)
     chosen = epilogue.select(epilogue.results[0][0])
     short = out is not None and is_short(accumulator, out.dtype)
     values = 16 // extra.itemsize
@@ -186,15 +216,16 @@ def slopes(
         x is None or (x.in_wholes(n, 16 // x.itemsize) and n % values == 0)
         for x in (pre, extra, out)
     )
-    if not wide:
-        values = 1
+    many = -(-m // length)
+    if not wide or (sums and places * many * n < tiling.PASS_FEW):
+        values = 1  # (of few elements each thread has one column, and they begin at once)
     parts = 0
     if pre is not None:
         parts = max(1, values * pre.itemsize // 16)
     bindings: dict[str, Any] = {
         "VALUES": values,
-        "AHEAD": tiling.PASS_AHEAD,
-        "RUN": tiling.RUN,
+        "AHEAD": min(run, max(2, tiling.PASS_AHEAD // max(1, values // 4))),
+        "RUN": run,
         "PRE_PARTS": parts,
         "OUT": out is not None,
         "SUMS": sums,
@@ -208,9 +239,13 @@ def slopes(
         bindings["LOAD_PRE"] = _accesses(pre.dtype, accumulator, values)[0]
     if out is not None:
         bindings["STORE"] = _accesses(out.dtype, accumulator, values)[1]
-    made = kernel_of(slope, SLOPE, bindings, threads=threads_of(info), name=epilogue.name)
-    many = -(-m // length)
     total = places * many * (n // values)
+    bindings["QUOTIENT"] = quotient_of(total, info)
+    # (running addresses: multiples of the steps would be registers, forty of them)
+    bindings["ADVANCE"] = intrinsics.advance if info.capability[0] else inlined(sum_of)
+    blocks = tiling.PASS_BLOCKS[values > 1] if info.capability[0] else 0
+    options: dict[str, Any] = {"threads": threads_of(info), "blocks": blocks}
+    made = kernel_of(slope, SLOPE, bindings, **options, name=epilogue.name)
     arguments = SLOPE(
         pre=in_bytes(Slot("pre"), pre),
         extra=in_bytes(Slot("extra"), extra),

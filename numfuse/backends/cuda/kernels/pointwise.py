@@ -2,8 +2,7 @@
 products in second order, and formulas of a user's own.
 
 Arrays are runs of memory in one order (`rows` has passes over others). `text` reads and writes one
-element at a time, of any dtypes and alignments; `wide_text` 16 bytes, where all arrays have one
-dtype and begin at 16 bytes.
+element at a time, of any alignment; `wide_text` 16 bytes, where all arrays begin at 16 bytes.
 """
 
 from __future__ import annotations
@@ -75,48 +74,68 @@ def text(sources: Sequence[Source], results: Sequence[Result]) -> str:
 def wide_text(
     sources: Sequence[Source], results: Sequence[Result], vectors: int, values: int
 ) -> str:
-    """Return the kernel of which a thread has `vectors` accesses of so many `values` in flight.
+    """Return the kernel of which a thread has `vectors` times so many `values` in flight.
 
+    They are 16 bytes of the arrays with the smallest elements, and several accesses of others.
     Nothing is read twice, yet the caches are asked for nothing (``.cs`` cost 5 to 7%): what was
     stored last stays there for whoever reads it next.
     """
     threads, every = tiling.PASS_THREADS, sources
     sources, ones = [x for x in every if not x.once], [x for x in every if x.once]
     lines = [
-        *(once(ones, "LOAD(from_{0})") if ones else ()),
+        *(once(ones, "LOAD_{0}(from_{0}, 0)") if ones else ()),
         f"    first = cuda.blockIdx.x * {threads * vectors} + cuda.threadIdx.x",
         f"    vectors = size // {values}",
     ]
-    for name, *_ in sources:
-        lines.append(f"    words_{name} = cuda.local.array({4 * vectors}, types.int32)")
-    for _, slot, _ in results:
-        lines.append(f"    made_{slot} = cuda.local.array({values}, REAL)")
+    # (array, the first value of an access, its number of values) of each access of 16 bytes
+    loaded = [(x, v, _held(x.dtype)) for x in sources for v in range(0, values, _held(x.dtype))]
+    stored = [(x, v, _held(x.dtype)) for x in results for v in range(0, values, _held(x.dtype))]
+    for x, v, _ in loaded:
+        lines.append(f"    words_{x.name}_{v} = cuda.local.array({4 * vectors}, types.int32)")
+    for x, v, held in stored:
+        lines.append(f"    made_{x.slot}_{v} = cuda.local.array({held}, REAL)")
+
+    def at(array: str, u: int, x: Source | Result, v: int) -> str:
+        size = intrinsics.itemsize(x.dtype)
+        return f"{array} + (first + {u * threads}) * {values * size} + {v * size}"
+
     for u in range(vectors if sources else 0):
         lines.append(f"    if first + {u * threads} < vectors:")
-        for name, *_ in sources:
-            word = ", ".join(f"words_{name}[{4 * u + w}]" for w in range(4))
-            at = f"from_{name} + (first + {u * threads}) * 16"
-            lines.append(f"        {word} = LOAD_WORDS({at})")
+        for x, v, _ in loaded:
+            word = ", ".join(f"words_{x.name}_{v}[{4 * u + w}]" for w in range(4))
+            lines.append(f"        {word} = LOAD_WORDS({at(f'from_{x.name}', u, x, v)})")
     for u in range(vectors):
         lines.append(f"    if first + {u * threads} < vectors:")
-        for name, *_ in sources:
-            word = ", ".join(f"words_{name}[{4 * u + w}]" for w in range(4))
-            lines.append(f"        in_{name} = AS_VALUES({word})")
+        for x, v, _ in loaded:
+            word = ", ".join(f"words_{x.name}_{v}[{4 * u + w}]" for w in range(4))
+            lines.append(f"        in_{x.name}_{v} = AS_VALUES_{x.name}({word})")
         for v in range(values):
-            lines.append(f"        {call_of(every, results, f'in_{{0}}[{v}]')}")
-            lines += [f"        made_{slot}[{v}] = new_{name}" for name, slot, _ in results]
-        for _, slot, _ in results:
-            at = f"to_{slot} + (first + {u * threads}) * 16"
-            lines.append(f"        w0, w1, w2, w3 = AS_WORDS(made_{slot})")
-            lines.append(f"        STORE_WORDS({at}, w0, w1, w2, w3)")
+            given = {x.name: f"in_{x.name}" for x in ones}
+            for x, first, held in loaded:
+                if first <= v < first + held:
+                    given[x.name] = f"in_{x.name}_{first}[{v - first}]"
+            call = ", ".join(given[x.name] for x in every)
+            made = ", ".join(f"new_{name}" for name in names_of(results))
+            lines.append(f"        {made} = FORMULA({call})")
+            for x, first, held in stored:
+                if first <= v < first + held:
+                    lines.append(f"        made_{x.slot}_{first}[{v - first}] = new_{x.name}")
+        for x, v, _ in stored:
+            lines.append(f"        w0, w1, w2, w3 = AS_WORDS_{x.slot}(made_{x.slot}_{v})")
+            lines.append(f"        STORE_WORDS({at(f'to_{x.slot}', u, x, v)}, w0, w1, w2, w3)")
     lines += [
         "    # what is left of a vector",
-        f"    at = (vectors * {values} + cuda.threadIdx.x) * {16 // values}",
-        f"    if cuda.blockIdx.x == 0 and at < size * {16 // values}:",
-        f"        {call_of(every, results, 'LOAD(from_{0} + at)')}",
-        *(f"        STORE(to_{slot} + at, new_{name})" for name, slot, _ in results),
+        f"    i = vectors * {values} + cuda.threadIdx.x",
+        "    if cuda.blockIdx.x == 0 and i < size:",
+        f"        {call_of(every, results, 'LOAD_{0}(from_{0}, i)')}",
+        *(f"        STORE_{slot}(to_{slot}, i, new_{name})" for name, slot, _ in results),
     ]
     return _function(every, results, lines)
+
+
+def _held(dtype: str) -> int:
+    """Return the values of 16 bytes."""
+    return 16 // intrinsics.itemsize(dtype)
 
 
 def _function(sources: Sequence[Source], results: Sequence[Result], lines: list[str]) -> str:
@@ -157,9 +176,12 @@ def launch(
     dtypes.discard(NUMBER)
     words = " ".join(f"from_{x.name}" for x in sources if x.dtype == NUMBER)
     threads, grid = threads_of(info), grid_of(size, info)
-    if alignment >= 16 and len(dtypes) == 1 and info.capability >= WIDE_SINCE[min(dtypes)]:
-        (dtype,) = dtypes
-        itemsize = intrinsics.itemsize(dtype)
+    arrays = [x for x in sources if x.dtype != NUMBER]
+    bindings |= {f"LOAD_{x.name}": elements.loads(x.dtype) for x in arrays}
+    bindings |= {f"STORE_{x.slot}": elements.stores(x.dtype) for x in results}
+    wide = alignment >= 16 and (len(dtypes) == 1 or accumulator == "float32")
+    if wide and info.capability >= max(WIDE_SINCE[x] for x in dtypes):
+        itemsize = min(map(intrinsics.itemsize, dtypes))
         vectors = tiling.GATE_VECTORS[itemsize][len(sources) + len(results) > 3]
         template = template_of(wide_text(sources, results, vectors, 16 // itemsize))
         schema = Schema(template, f64=words)
@@ -168,17 +190,14 @@ def launch(
             "REAL": getattr(types, accumulator),
             "LOAD_WORDS": accesses.load_words,
             "STORE_WORDS": accesses.store_words,
-            "AS_VALUES": registers.words_as(dtype, accumulator),
-            "AS_WORDS": registers.as_words(dtype, accumulator),
-            "LOAD": accesses.load(dtype, 1, accumulator),
-            "STORE": accesses.store(dtype, 1, accumulator),
         }
+        for x in (x for x in arrays if not x.once):
+            bindings[f"AS_VALUES_{x.name}"] = registers.words_as(x.dtype, accumulator)
+        for y in results:
+            bindings[f"AS_WORDS_{y.slot}"] = registers.as_words(y.dtype, accumulator)
     else:
         template = template_of(text(sources, results))
         schema = Schema(template, "u64", i64="size", f64=words)
-        arrays = [x for x in sources if x.dtype != NUMBER]
-        bindings |= {f"LOAD_{x.name}": elements.loads(x.dtype) for x in arrays}
-        bindings |= {f"STORE_{x.slot}": elements.stores(x.dtype) for x in results}
     made = kernel(template, schema.signature, threads=threads, name=epilogue.name, **bindings)
     places = {f"from_{x.name}": Slot(x.slot) for x in sources}
     places |= {f"to_{x.slot}": Slot(x.slot) for x in results}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import accesses, elements
+from numfuse.backends.cuda.compile import accesses, elements, intrinsics
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import kernel, types
 from numfuse.backends.cuda.kernels.ampere import registers
@@ -147,10 +147,11 @@ def _row(
 def text(
     sources: Sequence[Source], results: Sequence[Result], sums: Sums,
     accesses_of: Mapping[str, _Access], odd: Mapping[str, str], values: int, ahead: int, lanes: int,
+    short: bool,
 ) -> str:  # fmt: skip
     """Return the kernel of which a thread has `values` neighbours of the rows of a chunk.
 
-    `ahead` rows are read before the first of them is computed. Without sums by column a chunk is
+    `short`: 32 bits hold the threads' numbers. `ahead` rows are read before the first of them is computed. Without sums by column a chunk is
     one row. `odd` has the slots of results that go between the values of another one, and its slot.
     With sums by row, `lanes` threads side by side have them of one row: behind the last
     neighbours of a row they do as those do, and count for nothing.
@@ -193,13 +194,15 @@ def text(
         where += ["        inside = column < n", f"        part = column // {values * lanes}"]
         where += [f"        parts = per_row // {lanes}", f"        first = i % {lanes} == 0"]
         where += [f"        column = min(column, n - {values})"]
+    narrow = "types.int64(QUOTIENT(types.int32({}), types.int32({})))"
+    divided = narrow if short else "{} // {}"
     lines = [
         f"def pointwise({', '.join(arguments)}):",
         *head,
         "    for i in range(cuda.grid(1), total, cuda.gridsize(1)):",
-        "        number = i // per_row",
+        f"        number = {divided.format('i', 'per_row')}",
         *where,
-        "        place = number // chunks",
+        f"        place = {divided.format('number', 'chunks')}",
         "        row = (number - place * chunks) * length",
         "        last = min(row + length, m)",
         *(f"        {x}" for x in body),
@@ -265,7 +268,10 @@ def launch(
     accesses_of = {
         slot: _Access(slot, x, values, 1 + (slot in evens)) for slot, x in arrays.items()
     }
-    printed = text(sources, results, sums, accesses_of, woven, values, ahead, lanes)
+    chunks, per_row = -(-m // length), tiling.round_up(n // values, lanes)
+    total = places * chunks * per_row
+    few = total < 1 << 31 and bool(info.capability[0])
+    printed = text(sources, results, sums, accesses_of, woven, values, ahead, lanes, few)
     template = template_of(printed)
     bindings = _bindings(accesses_of, accumulator) | {
         "FORMULA": formula(chosen, tuple(x.name for x in sources), accumulator, short=short),
@@ -273,6 +279,7 @@ def launch(
         "ZERO": np.dtype(accumulator).type(0),
         "RUN": tiling.RUN,
         "STORE_SUM": elements.stores(accumulator),
+        "QUOTIENT": intrinsics.quotient,
     }
     numbers = [x for x in sources if x.once]
     words = " ".join(f"from_{x.name}" for x in numbers)
@@ -285,8 +292,6 @@ def launch(
         given |= {f"from_{slot}": Slot(slot)}
         given |= zip((f"place_{slot}", f"row_{slot}", f"column_{slot}"), x.steps, strict=True)
     given |= {slot: Slot(slot) for slot in sums.slots}
-    chunks, per_row = -(-m // length), tiling.round_up(n // values, lanes)
-    total = places * chunks * per_row
     given |= {"m": m, "n": n, "per_row": per_row, "chunks": chunks, "length": length}
     launch = Launch(made, grid_of(total, info), schema(**given, total=total))
     return launch, chunks, per_row // lanes

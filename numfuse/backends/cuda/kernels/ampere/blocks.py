@@ -184,7 +184,7 @@ def ways_of(
     p, n = product, product.n * (1 + product.has_two_sums)  # as many columns of sums
     if p.part:
         return tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, multiprocessors, beside)
-    least = tiling.PART if p.free else 0 if p.whole or p.is_rich else tiling.SPLIT_PART
+    least = 0 if not p.free and (p.whole or p.is_rich) else tiling.CUT_PART
     places = 1 if p.free else p.places
     return tiling.ways(tiles, p.m, n, p.k, places, least, multiprocessors, beside)
 

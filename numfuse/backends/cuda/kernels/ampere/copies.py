@@ -14,10 +14,10 @@ from numfuse.backends.cuda.kernels.ampere.slices import Fetch
 from numfuse.backends.cuda.plan.product import Product
 from numfuse.backends.cuda.tiling import CudaBlock
 
-#: Shares of a product's time that X and Y take when they are turned in registers, as a sweep of an
-#: H200 has them, whose products are smaller: at 4096 cubed it takes 1.05 times as long with X, 1.15
-#: times with both.
-TURNED = (0.07, 0.33)
+#: Shares of a product's time that X and Y take when they are turned in registers. (On an H200
+#: 4096 x 1024 x 4096 takes 1.015 times as long with X in blocks of 64 x 128, 1.03 in 64 x 64;
+#: 2048 cubed with both 1.15 and 1.13, in 128 x 128 1.07; 577 x 1792 x 6144 in 64 x 64 1.19.)
+TURNED = (0.03, 0.14)
 #: And a factor that comes by so many values at a time: one by one a product takes 1.2 to 1.4 times
 #: as long with both; two at a time is a guess between that and nothing.
 NARROW = {1: 0.13, 2: 0.05}

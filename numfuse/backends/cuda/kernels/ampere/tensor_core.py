@@ -302,7 +302,8 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
             if made is not None:
                 return made
         return None
-    for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
+    for first in range(min(3, len(tiles))):  # the largest want more than consumers' GPUs have
+        fitting = tiles[first:]
         tile, part, parts, _ = tiling.block(
             fitting, p.m, n, p.k, p.places, p.free, device.multiprocessors, p.whole
         )

@@ -89,7 +89,8 @@ HOPPER_PART = 8
 #: and backward in bfloat16 without and with copies, microseconds on an H100: (333,1000,777)
 #: 30 + 53 / 12 + 24, (64,3001,3001) 246 + 332 / 80 + 102, (4000,130,1001) 28 + 84 / 19 + 51,
 #: (20,515,777) 22 + 41 / 16 + 25; (100,77,129) 12 + 27 / 15 + 26, (1000,77,333) 12 + 39 / 24 + 28.
-HOPPER_COPY, HOPPER_COPY_K = 1 << 22, 128
+#: (Least 2^22 until an H200 took 36 and 8.6 for both products of 196 x 493 x 16.)
+HOPPER_COPY, HOPPER_COPY_K = 1 << 20, 128
 #: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
 #: are reached (a sixth of that for six products), its memory; and seconds of a launch.
 HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
