@@ -317,6 +317,13 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3, planes=(0, 0)):
     return sizes, stored, loaded
 
 
+def rows_of(kernel, sizes):
+    """The first rows of what is stored: of warps, those that have rows, or of whole groups."""
+    if kernel.extra == "map":
+        return range(0, sizes["row_blocks"] * kernel.tile.block_m, 64)
+    return range(0, sizes["row_blocks"] * kernel.tile.block_m if kernel.sums else sizes["m"], 16)
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("extra", ["", "map", "rows"])
 def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
@@ -329,7 +336,7 @@ def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
     long = (129, 520) if weekly.ALL else lengths(tile)
     for m, n, slices, places in ((*lengths(tile), 5, 1), (*long, 13, 2), (64, 32, 1, 1)):
         sizes, stored, _ = run_all(kernel, m, n, slices, places)
-        rows = range(0, sizes["row_blocks"] * tile.block_m, 64 if extra == "map" else 16)
+        rows = rows_of(kernel, sizes)
         columns = range(0, sizes["column_blocks"] * tile.block_n, kernel.width)
         whole = [("out", p, r, c) for p in range(places) for r in rows for c in columns]
         assert sorted(stored) == whole
@@ -348,7 +355,7 @@ def test_two_sums_of_a_block_are_loaded_and_stored_once(tile, extra):
     )  # fmt: skip
     for y_turned in (False, True):
         sizes, stored, loaded = run_all(replace(kernel, y_turned=y_turned), *lengths(tile), 5, 2)
-        rows = range(0, sizes["row_blocks"] * tile.block_m, 64 if extra else 16)
+        rows = rows_of(kernel, sizes)
         columns = range(0, sizes["column_blocks"] * kernel.columns, kernel.width)
         whole = [(name, p, r, c) for name in ("out", "pre", "pre1")
                  for p in range(2) for r in rows for c in columns]  # fmt: skip

@@ -92,8 +92,8 @@ def wide_text(
     stored = [(x, v, _held(x.dtype)) for x in results for v in range(0, values, _held(x.dtype))]
     for x, v, _ in loaded:
         lines.append(f"    words_{x.name}_{v} = cuda.local.array({4 * vectors}, types.int32)")
-    for x, v, held in stored:
-        lines.append(f"    made_{x.slot}_{v} = cuda.local.array({held}, REAL)")
+    for y, v, held in stored:
+        lines.append(f"    made_{y.slot}_{v} = cuda.local.array({held}, REAL)")
 
     def at(array: str, u: int, x: Source | Result, v: int) -> str:
         size = intrinsics.itemsize(x.dtype)
@@ -117,12 +117,12 @@ def wide_text(
             call = ", ".join(given[x.name] for x in every)
             made = ", ".join(f"new_{name}" for name in names_of(results))
             lines.append(f"        {made} = FORMULA({call})")
-            for x, first, held in stored:
+            for y, first, held in stored:
                 if first <= v < first + held:
-                    lines.append(f"        made_{x.slot}_{first}[{v - first}] = new_{x.name}")
-        for x, v, _ in stored:
-            lines.append(f"        w0, w1, w2, w3 = AS_WORDS_{x.slot}(made_{x.slot}_{v})")
-            lines.append(f"        STORE_WORDS({at(f'to_{x.slot}', u, x, v)}, w0, w1, w2, w3)")
+                    lines.append(f"        made_{y.slot}_{first}[{v - first}] = new_{y.name}")
+        for y, v, _ in stored:
+            lines.append(f"        w0, w1, w2, w3 = AS_WORDS_{y.slot}(made_{y.slot}_{v})")
+            lines.append(f"        STORE_WORDS({at(f'to_{y.slot}', u, y, v)}, w0, w1, w2, w3)")
     lines += [
         "    # what is left of a vector",
         f"    i = vectors * {values} + cuda.threadIdx.x",

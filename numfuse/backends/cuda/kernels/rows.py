@@ -151,10 +151,11 @@ def text(
 ) -> str:  # fmt: skip
     """Return the kernel of which a thread has `values` neighbours of the rows of a chunk.
 
-    `short`: 32 bits hold the threads' numbers. `ahead` rows are read before the first of them is computed. Without sums by column a chunk is
+    `ahead` rows are read before the first of them is computed. Without sums by column a chunk is
     one row. `odd` has the slots of results that go between the values of another one, and its slot.
     With sums by row, `lanes` threads side by side have them of one row: behind the last
-    neighbours of a row they do as those do, and count for nothing.
+    neighbours of a row they do as those do, and count for nothing. `short`: 32 bits hold the
+    threads' numbers.
     """
     body = [f"at_{slot} = {access.start}" for slot, access in accesses_of.items()]
     arrays = [(x.name, accesses_of[x.name]) for x in sources if not x.once]

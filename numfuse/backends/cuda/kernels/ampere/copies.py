@@ -16,8 +16,9 @@ from numfuse.backends.cuda.tiling import CudaBlock
 
 #: Shares of a product's time that X and Y take when they are turned in registers. (On an H200
 #: 4096 x 1024 x 4096 takes 1.015 times as long with X in blocks of 64 x 128, 1.03 in 64 x 64;
-#: 2048 cubed with both 1.15 and 1.13, in 128 x 128 1.07; 577 x 1792 x 6144 in 64 x 64 1.19.)
-TURNED = (0.03, 0.14)
+#: 2048 cubed with both 1.15 and 1.13; 577 x 1792 x 6144 in 64 x 64 1.19.) And in slices of 8, of
+#: which a thread's neighbours have less of a line, as a sweep has them.
+TURNED, TURNED_SHORT = (0.03, 0.14), (0.07, 0.33)
 #: And a factor that comes by so many values at a time: one by one a product takes 1.2 to 1.4 times
 #: as long with both; two at a time is a guess between that and nothing.
 NARROW = {1: 0.13, 2: 0.05}
@@ -36,7 +37,7 @@ WHOLE = 64
 def share(way: Fetch, own: int) -> float:
     """Return the share of the time that a factor fetched so takes; `own`: 1 for X, 2 for Y."""
     if way.held:
-        return TURNED[own - 1]
+        return (TURNED if way.depth >= 16 else TURNED_SHORT)[own - 1]
     return NARROW.get(way.values, 0.0)
 
 

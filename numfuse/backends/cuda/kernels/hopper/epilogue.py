@@ -138,27 +138,44 @@ def finish(
                 if TWO_BIASES:
                     b1_at = biases + (4 * COLUMNS + 4 * COLUMN + 32 * j)
                     b1[2 * j], b1[2 * j + 1] = two_biases(b1_at)
-        for q in unrolled(WIDTH // 16):
-            at = (own + BUFFER * BUFFER_BYTES) ^ (32 * q)
-            pre_at = (own + BUFFERS * BUFFER_BYTES) ^ (32 * q)
-            if WOVEN_OUT:
-                # twice the columns fill the buffer of the pre-activations, and then that of the
-                # operand, of which every column is read before it is overwritten
-                WHOLE = BUFFERS if 32 * q < WIDTH else BUFFER
-                pre_at = (wide + WHOLE * BUFFER_BYTES) ^ (64 * q % (2 * WIDTH))
-            column = left + 16 * q + (lane & 3) * (1 if WOVEN else 2)
-            # an index that is no literal: `piece` is compiled once, and inlined with the constant
-            index, b_index = types.int64(BASE + 2 * EACH * q), types.int64(4 * q)
-            piece(
-                acc, index, b, b1, b_index, line, below, at, pre_at, row, column, m, n, ends, second
-            )
+        # a warp of which no row is in the result has nothing to do, but for the order of stores
+        if not SKIPS or top + warp * 16 < m:
+            for q in unrolled(WIDTH // 16):
+                at = (own + BUFFER * BUFFER_BYTES) ^ (32 * q)
+                pre_at = (own + BUFFERS * BUFFER_BYTES) ^ (32 * q)
+                if WOVEN_OUT:
+                    # twice the columns fill the buffer of the pre-activations, and then that of the
+                    # operand, of which every column is read before it is overwritten
+                    WHOLE = BUFFERS if 32 * q < WIDTH else BUFFER
+                    pre_at = (wide + WHOLE * BUFFER_BYTES) ^ (64 * q % (2 * WIDTH))
+                column = left + 16 * q + (lane & 3) * (1 if WOVEN else 2)
+                # an index that is no literal: `piece` is compiled once, the constant inlined
+                index, b_index = types.int64(BASE + 2 * EACH * q), types.int64(4 * q)
+                piece(
+                    acc,
+                    index,
+                    b,
+                    b1,
+                    b_index,
+                    line,
+                    below,
+                    at,
+                    pre_at,
+                    row,
+                    column,
+                    m,
+                    n,
+                    ends,
+                    second,
+                )
         if ALONE:
             copy_fence()
             warp_barrier()
             if lane == 0:
                 own_pre = staging + BUFFERS * BUFFER_BYTES + warp * (32 * WIDTH)
                 own_out = buffer + warp * (32 * WIDTH)
-                store_out(maps, second, left, top + warp * 16, place, own_out, own_pre)
+                if not SKIPS or top + warp * 16 < m:
+                    store_out(maps, second, left, top + warp * 16, place, own_out, own_pre)
                 store_commit()
         elif OUT == "map":
             copy_fence()

@@ -245,6 +245,7 @@ class Gemm:
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,
             "EPILOGUE": self.formula,
             "ZERO": np.float32(0),
+            "SKIPS": self.alone and not self.sums,
             "SUM": types.int32 if self.moduli else types.float32,
             "CLEAR": clear(self.values),
             "ADD": add(self.values),
