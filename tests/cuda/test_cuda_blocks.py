@@ -19,7 +19,7 @@ try:
     from cuda_devices import AMPERE, HOPPER
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda.kernels import joins, layouts, pointwise
+    from numfuse.backends.cuda.kernels import joins, layouts, passes, pointwise
     from numfuse.backends.cuda.kernels.ampere import copies, outer, simt, tensor_core, thin
     from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 except ImportError as error:
@@ -572,6 +572,68 @@ def test_gates_by_16_bytes(dtype, needs):
             assert (error <= 4 * UNITS[dtype] * abs(exact) + 6e-8 * (dtype == "float16")).all()
         else:
             assert np.isnan(found.astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("sums", [2, 1], ids=["float32 sums", "one of the result's dtype"])
+def test_sums_of_two_dtypes_by_16_bytes(dtype, sums):
+    """Guards: docs/cuda.md, a pass over arrays of two dtypes takes 16 bytes of each at a time."""
+    size = 256 * 8 + 8 * 37 + 5  # a whole block, a part of one, single values
+    rng = np.random.default_rng(size)
+    a, b = (rng.standard_normal(size + 8).astype(np.float32)[:size] for _ in range(2))
+    b = b if sums == 2 else b.astype(DTYPES[dtype])
+    out = np.full(size + 8, np.nan, DTYPES[dtype])
+    kinds = {"a": "float32", "b": "float32" if sums == 2 else dtype}
+    names = ("a", "b")
+    made = epilogues.Epilogue("sum", names, (), (("out", leaf("a") + leaf("b")),))
+    launch = pointwise.launch(
+        HOPPER, made, "float32", [pointwise.Source(x, x, kinds[x]) for x in names],
+        [pointwise.Result("out", "out", dtype)], size, 16, False,
+    )  # fmt: skip
+    assert launch.grid[0] == -(-size // (256 * 8)), "eight values of a thread"
+    machine = Machine([a, b, out])
+    machine.run(launch, a=a.ctypes.data, b=b.ctypes.data, out=out.ctypes.data)
+    assert (out[:size] == (a + b.astype(np.float32)).astype(DTYPES[dtype])).all()
+    assert np.isnan(out[size:].astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("n", [48, 37], ids=["16 bytes", "values"])
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slopes_and_the_sums_of_their_columns(monkeypatch, dtype, summed, n):
+    """Guards: a pass that ends within a chunk of rows, in every way that a thread goes down one."""
+    monkeypatch.setattr(tiling, "PASS_FEW", 0)  # (of so few elements it goes value by value)
+    m, acc = 21, "float64" if dtype == "float64" else "float32"
+    rng = np.random.default_rng(n)
+    grad = rng.standard_normal((m, n)).astype(DTYPES[dtype])
+    pre = rng.standard_normal((m, n)).astype(acc)
+    out = np.full((m + 1, n), np.nan, DTYPES[dtype])
+    length = passes.chunk_of(m, n)
+    sums = np.full((-(-m // length) + 1, n), np.nan, acc)
+    square = Curve("square", lambda n: (SYMBOL * SYMBOL, 2 * SYMBOL)[n])
+    made = epilogues.layer(square).select("out").backward().without("bias").select("d_z")
+    operands = [
+        Operand(kind, (0, n, 1), 16 if n == 48 else DTYPES[kind].itemsize) for kind in (acc, dtype)
+    ]
+    launch, rows = passes.slopes(
+        HOPPER, made, acc, operands[0], operands[1], operands[1], m, n, 1, summed
+    )
+    machine = Machine([pre, grad, out, sums])
+    at = {"pre": pre, "extra": grad, "out": out, "sums": sums}
+    machine.run(launch, **{name: x.ctypes.data for name, x in at.items()})
+    exact = grad.astype(acc) * (2 * pre)
+    assert (out[:m] == exact.astype(DTYPES[dtype])).all()
+    assert np.isnan(out[m:].astype(np.float64)).all()
+    if not summed:
+        assert np.isnan(sums).all()
+        return
+    assert rows == len(sums) - 1
+    assert np.isnan(sums[rows:]).all()
+    wanted = exact.astype(np.float64)
+    for i in range(rows):
+        part = wanted[i * length : (i + 1) * length]
+        error = abs(sums[i] - part.sum(0))
+        assert (error <= length * UNITS[acc] * abs(part).sum(0)).all()
 
 
 def test_a_formula_without_operands_fills_a_result_by_16_bytes():

@@ -73,6 +73,8 @@ PASS_AHEAD = 4
 #: with the 80 and 128 registers that a compiler takes it is three and two, which took an H200 39 us
 #: for 78 MB and 24 us for 65 MB.
 PASS_BLOCKS = 6, 3
+#: Rows of a thread of such a pass that adds nothing up. (No GPU has timed two yet.)
+PASS_PAIR = 2
 #: Columns of chunks below which such a pass has one of them a thread.
 PASS_FEW = 1 << 16
 #: Planes of which a thread of a join has 16 bytes in flight, first and for what is left: with 4
@@ -116,14 +118,13 @@ def chain(k: int, dtype: str) -> int:
     return round_up(-(-k // chains), 32)
 
 
-#: Where K is cut though its order is no matter of M (forwards): values of K of a part at the least,
-#: one chain, and the share of the time that is left then, at most. Its launch and planes are in
-#: that; the rest is for what a model of times does not know.
-SPLIT_PART = CHAIN
+#: Where K is cut though its order is no matter of M (forwards): the share of the time that is left
+#: then, at most. Its launch and planes are in that; the rest is for what a model of times does not
+#: know.
 SPLIT_GAIN = 0.9
-#: The same of blocks by cp.async, whose models of time know what a part costs, and of their d_b.
-#: (An H200: d_b of 2185 x 205 x 74 in float32 in parts of 512 took the backward 30.8 us, of 256
-#: 26.1, of 128 24.4.)
+#: Values of K of a part of blocks by cp.async, at the least, d_b's as well. (An H200 took 30.8 us
+#: for a backward of 2185 x 205 x 74 in float32 with a d_b in parts of 512, of 256 26.1, of 128
+#: 24.4.)
 CUT_PART = 128
 #: Of blocks by cp.async, whose models know more, it is so much; and K is cut where they are fewer
 #: than so many for each multiprocessor: of one and a half the second round is half empty. (On an
