@@ -113,16 +113,18 @@ def block_product(
     while write < STAGES * STAGE:
         x_next, y_next = i32(x_to + write), i32(y_to + write)
         k_ahead = i32(k_left - BLOCK_K)
-        if X_HELD:
-            X_PUT(x_next, x_held)
-            X_AHEAD(x_held, x_at, x_left, k_ahead, x_along, whole, x_step, x_k_step)
-        else:
-            X_MASKED(x_next, x_at, x_left, k_left, x_along, x_step, x_k_step)
-        if Y_HELD:
-            Y_PUT(y_next, y_held)
-            Y_AHEAD(y_held, y_at, y_left, k_ahead, y_along, whole, y_step, y_k_step)
-        else:
-            Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_step, y_k_step)
+        # (what lies behind the last slice is never multiplied, and so nobody writes zeros there)
+        if k_left > 0:
+            if X_HELD:
+                X_PUT(x_next, x_held)
+                X_AHEAD(x_held, x_at, x_left, k_ahead, x_along, whole, x_step, x_k_step)
+            else:
+                X_MASKED(x_next, x_at, x_left, k_left, x_along, x_step, x_k_step)
+            if Y_HELD:
+                Y_PUT(y_next, y_held)
+                Y_AHEAD(y_held, y_at, y_left, k_ahead, y_along, whole, y_step, y_k_step)
+            else:
+                Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_step, y_k_step)
         fetch_commit()
         x_at, y_at = x_at + x_slice, y_at + y_slice
         k_left = k_ahead
@@ -171,10 +173,11 @@ def block_product(
                         Y_COPY(y_next + Y_OFFSETS[c], y_run)
                         y_run = advance(y_run, y_step if (c + 1) % Y_OWN_REPEATS else y_k_step)
             else:
-                if X_COPIES:
-                    X_MASKED(x_next, x_at, x_left, k_left, x_along, x_step, x_k_step)
-                if Y_COPIES:
-                    Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_step, y_k_step)
+                if k_left > 0:
+                    if X_COPIES:
+                        X_MASKED(x_next, x_at, x_left, k_left, x_along, x_step, x_k_step)
+                    if Y_COPIES:
+                        Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_step, y_k_step)
                 for q in unrolled(PARTS):
                     MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
             fetch_commit()

@@ -148,7 +148,10 @@ def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
 
 
 def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step):
-    """A thread's values of a slice, from `at`, to registers; beyond the factor's end zeros."""
+    """A thread's values of a slice, from `at`, to registers; beyond the factor's end zeros.
+
+    Of a slice that begins there nothing is loaded: it is never multiplied.
+    """
     if whole and k_left >= BLOCK_K:
         for a in unrolled(K_REPEATS):
             for b in unrolled(OWN_REPEATS):
@@ -159,7 +162,7 @@ def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step)
                     for v in unrolled(VALUES):
                         registers[(a * OWN_REPEATS + b) * VALUES + v] = loaded[v]
                 at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
-    else:
+    elif k_left > 0:
         here = i32(k_left - along)
         for a in unrolled(K_REPEATS):
             for b in unrolled(OWN_REPEATS):
