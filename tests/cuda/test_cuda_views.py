@@ -162,9 +162,9 @@ def test_sums_that_a_pass_reads_are_made_of_alternate_columns_too(dtype, call):
     else:
         rest = absent(dtype, M, K), None, None
         nf.matmul_activation_mul_jvp(a, *both, None, None, *rest, backend=backend)
-    # (float32 lies along K in `a`, and in the pre-gradients)
+    # (float32 lies along K in `a`, and in the pre-gradients: a copy may pay)
     along_k = {"turned copy"} if dtype == "float32" else set()
-    assert {name for name in backend.names if "copy" in name} == along_k
+    assert {name for name in backend.names if "copy" in name} <= along_k
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["columns", "rows"])
