@@ -183,7 +183,7 @@ def constants(kind: str) -> list[Constant]:
         engine = "BUSY_WARPS", "BUSY_WARPS_POWER", "CORE_FILL", "CORE_LAUNCH"
     found += [number(tiling, name) for name in (*engine, "PLANE_COST")]
     if tier == "cores":
-        found += [part(copies, "TURNED", i) for i in range(2)]
+        found += [part(copies, x, i) for x in ("TURNED", "TURNED_SHORT") for i in range(2)]
         found += [part(copies, "NARROW", i) for i in (1, 2)]
         found += [number(copies, x) for x in ("COPY_COST", "COPY_START")]
     return found

@@ -243,9 +243,8 @@ def slopes(
     bindings["QUOTIENT"] = quotient_of(total, info)
     # (running addresses: multiples of the steps would be registers, forty of them)
     bindings["ADVANCE"] = advance if info.capability[0] else inlined(sum_of)
-    blocks = tiling.PASS_BLOCKS[values > 1] if info.capability[0] else 0
-    options: dict[str, Any] = {"threads": threads_of(info), "blocks": blocks}
-    made = kernel_of(slope, SLOPE, bindings, **options, name=epilogue.name)
+    threads, blocks = threads_of(info), tiling.PASS_BLOCKS[values > 1] if info.capability[0] else 0
+    made = kernel_of(slope, SLOPE, bindings, threads=threads, blocks=blocks, name=epilogue.name)
     arguments = SLOPE(
         pre=in_bytes(Slot("pre"), pre),
         extra=in_bytes(Slot("extra"), extra),

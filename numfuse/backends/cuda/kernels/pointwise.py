@@ -42,9 +42,11 @@ class Result(NamedTuple):
     dtype: str
 
 
-def call_of(sources: Sequence[Source], results: Sequence[Result], argument: str) -> str:
+def call_of(
+    sources: Sequence[Source], results: Sequence[Result], argument: Callable[[str], str]
+) -> str:
     """Return the line that computes an element; `argument`: a value, by its source's name."""
-    values = ", ".join(f"in_{x.name}" if x.once else argument.format(x.name) for x in sources)
+    values = ", ".join(f"in_{x.name}" if x.once else argument(x.name) for x in sources)
     return f"{', '.join(f'new_{name}' for name in names_of(results))} = FORMULA({values})"
 
 
@@ -65,7 +67,7 @@ def text(sources: Sequence[Source], results: Sequence[Result]) -> str:
     lines = [
         *(once(ones, "LOAD_{0}(from_{0}, 0)") if ones else ()),
         "    for i in range(cuda.grid(1), size, cuda.gridsize(1)):",
-        f"        {call_of(sources, results, 'LOAD_{0}(from_{0}, i)')}",
+        f"        {call_of(sources, results, 'LOAD_{0}(from_{0}, i)'.format)}",
     ]
     lines += [f"        STORE_{slot}(to_{slot}, i, new_{name})" for name, slot, _ in results]
     return _function(sources, results, lines)
@@ -87,47 +89,46 @@ def wide_text(
         f"    first = cuda.blockIdx.x * {threads * vectors} + cuda.threadIdx.x",
         f"    vectors = size // {values}",
     ]
-    # (array, the first value of an access, its number of values) of each access of 16 bytes
-    loaded = [(x, v, _held(x.dtype)) for x in sources for v in range(0, values, _held(x.dtype))]
-    stored = [(x, v, _held(x.dtype)) for x in results for v in range(0, values, _held(x.dtype))]
-    for x, v, _ in loaded:
+    # (array, its first value) of each access of 16 bytes
+    loaded = [(x, v) for x in sources for v in range(0, values, _held(x.dtype))]
+    stored = [(y, v) for y in results for v in range(0, values, _held(y.dtype))]
+    for x, v in loaded:
         lines.append(f"    words_{x.name}_{v} = cuda.local.array({4 * vectors}, types.int32)")
-    for y, v, held in stored:
-        lines.append(f"    made_{y.slot}_{v} = cuda.local.array({held}, REAL)")
+    for y, v in stored:
+        lines.append(f"    made_{y.slot}_{v} = cuda.local.array({_held(y.dtype)}, REAL)")
+
+    def place(x: Source | Result, v: int) -> str:
+        """Return which access has value `v`, and where in it."""
+        within = v % _held(x.dtype)
+        return f"{v - within}[{within}]"
 
     def at(array: str, u: int, x: Source | Result, v: int) -> str:
+        """Return the address of the access that begins with value `v`."""
         size = intrinsics.itemsize(x.dtype)
         return f"{array} + (first + {u * threads}) * {values * size} + {v * size}"
 
     for u in range(vectors if sources else 0):
         lines.append(f"    if first + {u * threads} < vectors:")
-        for x, v, _ in loaded:
+        for x, v in loaded:
             word = ", ".join(f"words_{x.name}_{v}[{4 * u + w}]" for w in range(4))
             lines.append(f"        {word} = LOAD_WORDS({at(f'from_{x.name}', u, x, v)})")
     for u in range(vectors):
         lines.append(f"    if first + {u * threads} < vectors:")
-        for x, v, _ in loaded:
+        for x, v in loaded:
             word = ", ".join(f"words_{x.name}_{v}[{4 * u + w}]" for w in range(4))
             lines.append(f"        in_{x.name}_{v} = AS_VALUES_{x.name}({word})")
         for v in range(values):
-            given = {x.name: f"in_{x.name}" for x in ones}
-            for x, first, held in loaded:
-                if first <= v < first + held:
-                    given[x.name] = f"in_{x.name}_{first}[{v - first}]"
-            call = ", ".join(given[x.name] for x in every)
-            made = ", ".join(f"new_{name}" for name in names_of(results))
-            lines.append(f"        {made} = FORMULA({call})")
-            for y, first, held in stored:
-                if first <= v < first + held:
-                    lines.append(f"        made_{y.slot}_{first}[{v - first}] = new_{y.name}")
-        for y, v, _ in stored:
+            given = {x.name: f"in_{x.name}_{place(x, v)}" for x in sources}
+            lines.append(f"        {call_of(every, results, given.__getitem__)}")
+            lines += [f"        made_{y.slot}_{place(y, v)} = new_{y.name}" for y in results]
+        for y, v in stored:
             lines.append(f"        w0, w1, w2, w3 = AS_WORDS_{y.slot}(made_{y.slot}_{v})")
             lines.append(f"        STORE_WORDS({at(f'to_{y.slot}', u, y, v)}, w0, w1, w2, w3)")
     lines += [
         "    # what is left of a vector",
         f"    i = vectors * {values} + cuda.threadIdx.x",
         "    if cuda.blockIdx.x == 0 and i < size:",
-        f"        {call_of(every, results, 'LOAD_{0}(from_{0}, i)')}",
+        f"        {call_of(every, results, 'LOAD_{0}(from_{0}, i)'.format)}",
         *(f"        STORE_{slot}(to_{slot}, i, new_{name})" for name, slot, _ in results),
     ]
     return _function(every, results, lines)

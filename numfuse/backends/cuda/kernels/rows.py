@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import accesses, elements, intrinsics
+from numfuse.backends.cuda.compile import accesses, elements
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import kernel, types
 from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.elementwise import formula
-from numfuse.backends.cuda.kernels.passes import chunk_of, grid_of, threads_of
+from numfuse.backends.cuda.kernels.passes import chunk_of, grid_of, quotient_of, threads_of
 from numfuse.backends.cuda.kernels.pointwise import Result, Source, names_of, once, template_of
 from numfuse.backends.cuda.plan.product import WIDE_SINCE, DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
@@ -147,15 +147,13 @@ def _row(
 def text(
     sources: Sequence[Source], results: Sequence[Result], sums: Sums,
     accesses_of: Mapping[str, _Access], odd: Mapping[str, str], values: int, ahead: int, lanes: int,
-    short: bool,
 ) -> str:  # fmt: skip
     """Return the kernel of which a thread has `values` neighbours of the rows of a chunk.
 
     `ahead` rows are read before the first of them is computed. Without sums by column a chunk is
     one row. `odd` has the slots of results that go between the values of another one, and its slot.
     With sums by row, `lanes` threads side by side have them of one row: behind the last
-    neighbours of a row they do as those do, and count for nothing. `short`: 32 bits hold the
-    threads' numbers.
+    neighbours of a row they do as those do, and count for nothing.
     """
     body = [f"at_{slot} = {access.start}" for slot, access in accesses_of.items()]
     arrays = [(x.name, accesses_of[x.name]) for x in sources if not x.once]
@@ -195,15 +193,13 @@ def text(
         where += ["        inside = column < n", f"        part = column // {values * lanes}"]
         where += [f"        parts = per_row // {lanes}", f"        first = i % {lanes} == 0"]
         where += [f"        column = min(column, n - {values})"]
-    narrow = "types.int64(QUOTIENT(types.int32({}), types.int32({})))"
-    divided = narrow if short else "{} // {}"
     lines = [
         f"def pointwise({', '.join(arguments)}):",
         *head,
         "    for i in range(cuda.grid(1), total, cuda.gridsize(1)):",
-        f"        number = {divided.format('i', 'per_row')}",
+        "        number = QUOTIENT(i, per_row)",
         *where,
-        f"        place = {divided.format('number', 'chunks')}",
+        "        place = QUOTIENT(number, chunks)",
         "        row = (number - place * chunks) * length",
         "        last = min(row + length, m)",
         *(f"        {x}" for x in body),
@@ -271,8 +267,7 @@ def launch(
     }
     chunks, per_row = -(-m // length), tiling.round_up(n // values, lanes)
     total = places * chunks * per_row
-    few = total < 1 << 31 and bool(info.capability[0])
-    printed = text(sources, results, sums, accesses_of, woven, values, ahead, lanes, few)
+    printed = text(sources, results, sums, accesses_of, woven, values, ahead, lanes)
     template = template_of(printed)
     bindings = _bindings(accesses_of, accumulator) | {
         "FORMULA": formula(chosen, tuple(x.name for x in sources), accumulator, short=short),
@@ -280,7 +275,7 @@ def launch(
         "ZERO": np.dtype(accumulator).type(0),
         "RUN": tiling.RUN,
         "STORE_SUM": elements.stores(accumulator),
-        "QUOTIENT": intrinsics.quotient,
+        "QUOTIENT": quotient_of(total, info),
     }
     numbers = [x for x in sources if x.once]
     words = " ".join(f"from_{x.name}" for x in numbers)

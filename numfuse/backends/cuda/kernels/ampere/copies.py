@@ -10,7 +10,7 @@ Costs are in multiply-adds of one multiprocessor, as those of `tiling.cost`.
 from __future__ import annotations
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.kernels.ampere.slices import Fetch
+from numfuse.backends.cuda.kernels.ampere.slices import SIDE, Fetch
 from numfuse.backends.cuda.plan.product import Product
 from numfuse.backends.cuda.tiling import CudaBlock
 
@@ -37,7 +37,7 @@ WHOLE = 64
 def share(way: Fetch, own: int) -> float:
     """Return the share of the time that a factor fetched so takes; `own`: 1 for X, 2 for Y."""
     if way.held:
-        return (TURNED if way.depth >= 16 else TURNED_SHORT)[own - 1]
+        return (TURNED if way.depth >= SIDE[1] else TURNED_SHORT)[own - 1]
     return NARROW.get(way.values, 0.0)
 
 

@@ -30,7 +30,7 @@ from numfuse.backends.cuda.kernels import layouts
 from numfuse.backends.cuda.kernels.ampere import blocks, copies
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
-from numfuse.backends.cuda.kernels.ampere.slices import Fetch
+from numfuse.backends.cuda.kernels.ampere.slices import SIDE, Fetch
 from numfuse.backends.cuda.plan.product import (
     DeviceInfo,
     Launch,
@@ -47,11 +47,6 @@ i32 = np.int32
 
 #: Values of an access of shared memory.
 FOUR = 4
-#: Values of k of a factor along K that threads side by side fetch. (With 8 an H200 took 521 us for
-#: 2048 cubed with both factors turned in blocks of 64 x 128, with 16 413; 422 and 403 in 64 x 64.
-#: One by one, where no line begins at a row's first value, 8 threads are better than 16: 293 and
-#: 316 us for 550 x 1031 x 7637.)
-SIDE = 16
 
 
 def _thread_row(t):
@@ -200,12 +195,13 @@ def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
         held=along_k and values > 1,
         # half a line of memory side by side: two sectors of a line are one request of the cache,
         # which its reads from shared memory wait for (and outweigh the two turns of a write there)
-        side_by_side=min(SIDE, tile.block_k) // max(2, values) if along_k else 0,
+        side_by_side=min(SIDE[values > 1], tile.block_k) // values if along_k else 0,
     )
 
 
-#: A tile for the question how a factor lies.
-_SAMPLE = tiling.CORE_BLOCKS[0]
+def _share(operand: Operand, own: int, tile: CudaBlock) -> float:
+    """Return the share of a tile's time that a factor takes as it lies (`copies`)."""
+    return copies.share(fetch(operand, own, tile.block_m if own == 1 else tile.block_n, tile), own)
 
 
 def _costly(product: Product, tile: CudaBlock) -> list[tuple[int, float]]:
@@ -215,9 +211,8 @@ def _costly(product: Product, tile: CudaBlock) -> list[tuple[int, float]]:
     """
     p, found = product, []
     for own, operands, length in ((1, [p.x], p.m), (2, p.rights, p.n * (1 + p.woven))):
-        block = tile.block_m if own == 1 else tile.block_n
-        parts = [copies.share(fetch(operand, own, block, tile), own) for operand in operands]
-        part = copies.of_tile(max(parts), own, tile) * (1 + p.has_two_sums)
+        part = max(_share(operand, own, tile) for operand in operands)
+        part = copies.of_tile(part, own, tile) * (1 + p.has_two_sums)
         places = sum(p.places if operand.strides[0] else 1 for operand in operands)
         found.append((places * length * p.k, part))
     return found
@@ -252,9 +247,7 @@ def stacking_pays(m: int, n: int, k: int, rights: Sequence[Operand], device: Dev
     apart, both = (tiling.block(tiling.CORE_BLOCKS, m, n, x, *where)[3] for x in (k, count * k))
     apart = count * apart + (count - 1) * m * n * copies.COPY_COST / busy
     for right in rights:
-        ways = copies.ways(
-            m * n * k, k * n, copies.share(fetch(right, 2, _SAMPLE.block_n, _SAMPLE), 2), busy
-        )
+        ways = copies.ways(m * n * k, k * n, _share(right, 2, tiling.CORE_BLOCKS[0]), busy)
         apart, both = apart + min(ways), both + ways[0]
     return both < apart
 

@@ -139,7 +139,8 @@ def finish(
                     b1_at = biases + (4 * COLUMNS + 4 * COLUMN + 32 * j)
                     b1[2 * j], b1[2 * j + 1] = two_biases(b1_at)
         # a warp of which no row is in the result has nothing to do, but for the order of stores
-        if not SKIPS or top + warp * 16 < m:
+        has_rows = not SKIPS or top + warp * 16 < m
+        if has_rows:
             for q in unrolled(WIDTH // 16):
                 at = (own + BUFFER * BUFFER_BYTES) ^ (32 * q)
                 pre_at = (own + BUFFERS * BUFFER_BYTES) ^ (32 * q)
@@ -174,7 +175,7 @@ def finish(
             if lane == 0:
                 own_pre = staging + BUFFERS * BUFFER_BYTES + warp * (32 * WIDTH)
                 own_out = buffer + warp * (32 * WIDTH)
-                if not SKIPS or top + warp * 16 < m:
+                if has_rows:
                     store_out(maps, second, left, top + warp * 16, place, own_out, own_pre)
                 store_commit()
         elif OUT == "map":
