@@ -2,6 +2,7 @@
 
     python asv_benches/cuda_tiles.py                       every case
     python asv_benches/cuda_tiles.py --cases forward --shapes 65536x512x512
+    python asv_benches/cuda_tiles.py --rates --prepare 14  what a slice of K takes in each tile
 
 Every contestant is a CUDA graph of one call, so that the device alone is timed; turns, flushes and
 medians as in `cuda_gpu`. "chosen" is what a call takes by itself. Results are compared with it.
@@ -115,6 +116,62 @@ def compiled(work: Work) -> None:
     torch.cuda.synchronize()
 
 
+#: Blocks along M and N of a product of one block for each multiprocessor, and lengths of K.
+ROUND, DEPTHS = (12, 11), (2048, 6144)
+
+
+def rate(dtype: str, tile: HopperTile, turned: bool, k: int) -> tuple[Any, Any]:
+    """Return the forward with gelu of one round of a tile's blocks, and cuBLAS's product."""
+    m, n = ROUND[0] * tile.block_m, ROUND[1] * tile.block_n
+    a, b, bias, _ = operands(dtype, (m, k, n))
+    if not turned:
+        b = b.t().contiguous().t()
+    return lambda: nf.matmul_bias_activation(a, b, bias, "gelu"), lambda: torch.mm(a, b)
+
+
+def compiled_rate(work: Work) -> None:
+    """Compile a tile's kernel."""
+    dtype, name, turned = work
+    tile = TILES[name]
+    assert tile is not None
+    with forced(tile), nf.use_backend("cuda"):
+        rate(dtype, tile, turned, DEPTHS[0])[0]()
+    torch.cuda.synchronize()
+
+
+def rates(dtype: str, rounds: int, processes: int, names: list[str]) -> None:
+    """Print what a slice of 64 of K takes, and what is not in proportion to K."""
+    every = [str(tile) for tile, _ in HOPPER_TILES]
+    work = [(dtype, name, turned) for name in names or every for turned in (True, False)]
+    if processes:
+        prepare(work, compiled_rate, processes)
+    clock = Clock(rounds)
+    for _, name, turned in work:
+        tile = TILES[name]
+        assert tile is not None
+        found: Contestants = {}
+        alive = []  # graphs know addresses alone
+        for k in DEPTHS:
+            ours, mm = rate(dtype, tile, turned, k)
+            alive += [ours, mm]
+            with nf.use_backend("cuda"):
+                made = recorded(name, forced(tile), ours)
+            if made is not None:
+                found[f"{k}"] = made[0]
+                found[f"mm {k}"] = graph_of(mm)[0]
+        forget()
+        times = clock.device(found)
+        short, long = (times[f"{k}"] * 1e9 for k in DEPTHS)
+        each = (long - short) / ((DEPTHS[1] - DEPTHS[0]) // 64)
+        # cycles of the tensor cores alone
+        floor = tile.block_m * tile.block_n / 32
+        peer = ", ".join(f"{times['mm ' + str(k)] / times[str(k)]:.2f}" for k in DEPTHS)
+        rest = short - each * DEPTHS[0] / 64
+        told = f"{each:.0f} ns a slice, {each / floor:.3f} a cycle of the tensor cores"
+        print(f"{dtype} {'Y' if turned else 'Y^T'} {name}: {told}, {rest:.0f} ns else; "
+              f"of cuBLAS {peer}", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="*", default=["forward", "bare", "d_a", "d_b", "backward"])
@@ -127,7 +184,11 @@ def main() -> None:
         "--prepare", type=int, default=0, metavar="N", help="compile in N processes"
     )
     parser.add_argument("--json", help="write all figures here")
+    parser.add_argument("--rates", action="store_true", help="one round of each tile, and no more")
     arguments = parser.parse_args()
+    if arguments.rates:
+        rates(arguments.dtype, arguments.rounds, arguments.prepare, arguments.tiles)
+        return
     given = tuple(tuple(map(int, s.split("x"))) for s in arguments.shapes)
     shapes: Any = given or (*BIG, (2048, 2048, 2048), *SMALL, *THIN)
     if arguments.prepare:

@@ -56,7 +56,10 @@ PRECISIONS = {
 FORCED = (
     *((tile, "ieee", "bfloat16", 392, 200, 520) for tile, _ in HOPPER_TILES),
     *((tile, "bf16x6", "float32", 392, 200, 264) for tile, _ in HOPPER_SPLIT_TILES),
-    *((tile, "int8", "float64", 392, 200, 264) for tile, _ in HOPPER_TILES if tile.block_n >= 64),
+    *(
+        (tile, "int8", "float64", 392, 200, 264)
+        for tile, _ in HOPPER_TILES if tile.block_n % 64 == 0
+    ),
 )  # fmt: skip
 #: Whole networks of device arrays: (dtype, points, widths), with and without accesses of 16 bytes.
 NETWORKS = (

@@ -141,7 +141,7 @@ def test_second_order_reads_alternate_columns_where_they_lie(step):
 
 def test_many_rows_are_cut_for_both_gradients_of_alternate_weights():
     """A product that is cut makes no two sums: it has all columns, and both results are copied."""
-    backend, (m, n) = Recording(HOPPER), (16384, 2816)
+    backend, (m, n) = Recording(HOPPER), (16384, 1024)
     both = absent("bfloat16", K, 2 * n)
     given = absent("bfloat16", m, K), both[:, ::2], both[:, 1::2]
     saved = tuple(absent("bfloat16", m, n) for _ in range(2))

@@ -24,8 +24,10 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
     HOPPER_SPLIT_TILES,
     HOPPER_TILES,
     HopperTile,
+    box_width,
     hopper_tile,
 )
+from numfuse.backends.cuda.kernels.hopper.tiling import ways as hopper_ways
 from numfuse.runtime import replay
 
 try:
@@ -170,7 +172,7 @@ class Block:
         self.left = {}
         self.here = threading.local()
         t = kernel.tile
-        y_box = min(64, kernel.columns)
+        y_box = box_width(kernel.columns)
         self.boxes = {
             "x": 8192 if kernel.x_turned else t.block_m * 128,
             "y": 128 * y_box if kernel.y_turned else kernel.columns * 128,
@@ -342,7 +344,7 @@ def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
         assert sorted(stored) == whole
 
 
-TWO_SUMS = [t for t in TILES if t.block_n >= 64]
+TWO_SUMS = [t for t in TILES if t.block_n % 64 == 0]
 
 
 @pytest.mark.parametrize("tile", TWO_SUMS, ids=str)
@@ -360,9 +362,8 @@ def test_two_sums_of_a_block_are_loaded_and_stored_once(tile, extra):
         whole = [(name, p, r, c) for name in ("out", "pre", "pre1")
                  for p in range(2) for r in rows for c in columns]  # fmt: skip
         assert sorted(stored) == whole
-        own = range(0, sizes["column_blocks"] * kernel.columns, 64 if y_turned else kernel.columns)
-        if y_turned and kernel.columns < 64:
-            own = range(0, sizes["column_blocks"] * kernel.columns, kernel.columns)
+        step = box_width(kernel.columns) if y_turned else kernel.columns
+        own = range(0, sizes["column_blocks"] * kernel.columns, step)
         deep = [64 * s for s in range(5)]
         once = [((c, d, 0) if y_turned else (d, c, 0)) for c in own for d in deep]
         for name in ("y", "y1"):
@@ -444,7 +445,10 @@ PRE = 1 << 40
 
 
 class Group:
-    """The 128 threads of a consumer, with their shared memory and the arrays of a launch."""
+    """The 128 threads of a consumer, with their shared memory and the arrays of a launch.
+
+    The copy engine reads what it stores as late as a wait lets it.
+    """
 
     def __init__(self, kernel, extra):
         self.kernel, self.extra = kernel, extra
@@ -453,6 +457,8 @@ class Group:
         self.together = [threading.Barrier(32) for _ in range(4)]
         self.words = [[None] * 32 for _ in range(4)]
         self.errors = []
+        # of each warp: stores since the last commit, and those of every commit before
+        self.open, self.pending = [[] for _ in range(4)], [[] for _ in range(4)]
 
     def barrier(self):
         self.together[self.here.warp].wait(10)
@@ -478,6 +484,18 @@ class Group:
         rows = [words[8 * i + lane // 4][0] + 4 * (lane % 4) for i in range(4)]
         return tuple(Half(self.shared[row], self.shared[row + 2]) for row in rows)
 
+    def commit(self):
+        warp = self.here.warp
+        self.pending[warp].append(self.open[warp])
+        self.open[warp] = []
+
+    def read(self, warp, left):
+        """Do a warp's stores but those of the last `left` commits."""
+        pending = self.pending[warp]
+        while len(pending) > left:
+            for store in pending.pop(0):
+                store()
+
     def put(self, address, value):
         assert address not in self.stored, "two threads store the same element"
         self.stored[address] = value
@@ -486,7 +504,10 @@ class Group:
         def shared_store(address, word):
             self.shared[address], self.shared[address + 2] = word.low, word.high
 
-        def tensor_store(name, column, row, place, at):
+        def tensor_store(*box):
+            self.open[self.here.warp].append(lambda: store(*box))
+
+        def store(name, column, row, place, at):
             # 16 rows of a warp, each 16 bytes of it where the engine's swizzle has them
             base = {"out": 0, "pre": PRE, "pre1": 2 * PRE}[name]
             m, n, stride = self.sizes
@@ -518,8 +539,9 @@ class Group:
             "global_store32": lambda at, word, inside: inside
             and (self.put(at, word.low), self.put(at + 2, word.high)),
             "global_load16": lambda at, inside: Half(self.extra[at] if inside else 0),
-            "tensor_store": tensor_store, "store_commit": nothing,
-            "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
+            "tensor_store": tensor_store, "store_commit": self.commit,
+            "store_wait_read0": lambda: self.read(self.here.warp, 0),
+            "store_wait_read1": lambda: self.read(self.here.warp, 1), "copy_fence": nothing,
             "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
             "EPILOGUE": self.epilogue, "ZERO": 0.0,
             "PACK": Half, "LOW": low, "HIGH": lambda w: w.high,
@@ -539,7 +561,8 @@ class Group:
         count = 1 + (self.kernel.pre != "") + (self.kernel.pre1 != "")
         return made[:count] if count > 1 else made[0]
 
-    def run(self, row0, column0, m, n, stride):
+    def run(self, row0, column0, m, n, stride, blocks=1):
+        """Finish `blocks` neighbours in a row, one after the other."""
         tile = self.kernel.tile
         self.sizes = m, n, stride
         b = self.kernel.bindings()
@@ -548,6 +571,15 @@ class Group:
 
         def work(thread):
             self.here.warp, self.here.lane = thread // 32, thread % 32
+            try:
+                for i in range(blocks):
+                    block(thread, column0 + i * self.kernel.columns)
+            except BaseException as error:  # a thread's failure must fail the test
+                self.errors.append(error)
+                for barrier in self.together:
+                    barrier.abort()
+
+        def block(thread, column0):
             acc = []
             for half in range(tile.halves):
                 for column in range(0, tile.block_n, 8):
@@ -560,16 +592,11 @@ class Group:
                         elif at >= self.kernel.columns:  # of the second sum
                             at += 500 - self.kernel.columns
                         acc += [1000.0 * (row0 + row) + column0 + at + e for e in steps]
-            try:
-                finish(
-                    acc, "out", 0, "pre", *[0] * 7, stride, 1, PRE, 0, stride, 1, 0, 0, stride, 1,
-                    *[0] * 10, 2 * PRE, 0, stride, 1, "pre1",
-                    1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n, *[0] * 8,
-                )  # fmt: skip
-            except BaseException as error:  # a thread's failure must fail the test
-                self.errors.append(error)
-                for barrier in self.together:
-                    barrier.abort()
+            finish(
+                acc, "out", 0, "pre", *[0] * 7, stride, 1, PRE, 0, stride, 1, 0, 0, stride, 1,
+                *[0] * 10, 2 * PRE, 0, stride, 1, "pre1",
+                1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n, *[0] * 8,
+            )  # fmt: skip
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(128)]
         for thread in threads:
@@ -578,9 +605,11 @@ class Group:
             thread.join()
         if self.errors:
             raise self.errors[0]
+        for warp in range(4):
+            self.read(warp, 0)
 
 
-SMALL = [t for t in TILES if t.block_n in (32, 64) and t.consumers == 1]
+SMALL = [t for t in TILES if t.block_n in (32, 64, 96) and t.consumers == 1]
 TALL = [t for t in TILES if t.ping_pong]
 
 
@@ -621,7 +650,7 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(til
     assert group.stored == expected
 
 
-@pytest.mark.parametrize("tile", [t for t in SMALL + TALL if t.block_n >= 64], ids=str)
+@pytest.mark.parametrize("tile", [t for t in SMALL + TALL if t.block_n % 64 == 0], ids=str)
 @pytest.mark.parametrize("woven", [False, True], ids=["halves", "alternate"])
 @pytest.mark.parametrize(
     ("out", "extra", "pre", "pre1"),
@@ -659,7 +688,7 @@ def test_two_sums_meet_in_their_row_and_column(tile, out, extra, pre, pre1, wove
     assert group.stored == expected
 
 
-@pytest.mark.parametrize("tile", [t for t in SMALL + TALL if t.block_n >= 64], ids=str)
+@pytest.mark.parametrize("tile", [t for t in SMALL + TALL if t.block_n % 64 == 0], ids=str)
 @pytest.mark.parametrize("extra", ["", "rows"])
 def test_two_results_of_alternate_columns_are_stored_as_one_array(tile, extra):
     """Guards: docs/cuda.md, alternate columns are not copied: the pre-gradients alternate, too."""
@@ -681,6 +710,20 @@ def test_two_results_of_alternate_columns_are_stored_as_one_array(tile, extra):
             expected[4 * (r * stride + c)] = z - 3 * z1 + more
             expected[4 * (r * stride + c) + 2] = z
     assert group.stored == expected
+
+
+@pytest.mark.parametrize("tile", SMALL + TALL, ids=str)
+@pytest.mark.parametrize("pre", ["", "map"])
+def test_a_piece_waits_in_its_buffer_until_the_copy_engine_has_read_it(tile, pre):
+    """Guards: blocks of an odd number of pieces begin in the buffer in which the last one ended."""
+    kernel = hopper.Gemm("bfloat16", False, False, tile, "map", pre=pre, pre_half=pre != "")
+    m, n = tile.block_m, 3 * tile.block_n
+    group = Group(kernel, {})
+    group.run(0, 0, m, n, n, blocks=3)
+    sums = {2 * (r * n + c): 1000.0 * r + c for r in range(m) for c in range(n)}
+    before = {PRE + at: value for at, value in sums.items()}
+    wanted = {at: value + 0.125 for at, value in sums.items()} | before if pre else sums
+    assert group.stored == wanted
 
 
 @pytest.mark.parametrize("tile", SMALL + TALL, ids=str)
@@ -711,7 +754,8 @@ def test_a_slice_has_as_many_bytes_as_its_boxes(m, n, kind):
             launch = plan.launches[-1]
             maps = [a.make for a in launch.arguments if isinstance(a, Derived)][:2]
             boxes = [made.box[0] * made.box[1] * (2 if planes == 1 else 4) for made in maps]
-            times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else 1]
+            wide = tile.block_n // box_width(tile.block_n) if y_row else 1
+            times = [tile.block_m // 64 if x_row else 1, wide]
             if planes > 1:  # of X float32, of Y parts
                 times[0] = tile.block_m // 32 if x_row else 2
                 boxes[1] = boxes[1] // 2 * planes
@@ -796,6 +840,18 @@ def test_the_order_of_a_forwards_sum_depends_on_no_tile():
         assert parts == 1
 
 
+@pytest.mark.parametrize("sums", [1, 2])
+def test_blocks_of_a_factor_that_lies_along_its_columns_begin_with_a_line_of_the_cache(sums):
+    """Guards: docs/cuda.md, a box of half a line takes the copy engine as long as a whole one."""
+    own = [
+        {tile.block_n // sums for _, tile, _ in
+         hopper_ways(1000, 5000, 40, 1, 132, 0, True, False, True, across, sums)}
+        for across in (False, True)
+    ]  # fmt: skip
+    assert any(width > 64 and width % 64 for width in own[0])
+    assert own[1] == {width for width in own[0] if width <= 32 or width % 64 == 0}
+
+
 def test_a_tall_result_of_few_blocks_is_cut_into_parts():
     _, parts = hopper_tile(512, 512, 1024, 1, 132, free=True)
     assert parts >= 4
@@ -841,8 +897,8 @@ def test_another_capability_is_handed_down():
 
 
 def test_accumulators_fit_registers():
-    # of operands in three parts a thread has three sets
-    for tiles, most in ((HOPPER_TILES, 128), (HOPPER_SPLIT_TILES, 64)):
+    # (of 240, in two groups; of operands in three parts a thread has three sets)
+    for tiles, most in ((HOPPER_TILES, 192), (HOPPER_SPLIT_TILES, 64)):
         for tile, _ in tiles:
             assert isinstance(tile, HopperTile)
             assert tile.halves * tile.block_n // 2 <= most

@@ -73,7 +73,7 @@ def stay_whole(
         return -(-m // height) * -(-2 * n // width) * places >= info.multiprocessors
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)
     sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors
-    return hopper_cut(*sizes, False, nbytes) is None
+    return hopper_cut(*sizes, 0, False, nbytes) is None
 
 
 def choose(

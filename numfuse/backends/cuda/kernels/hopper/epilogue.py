@@ -113,9 +113,10 @@ def finish(
             top, left = fresh(top), fresh(left)
         row = top + row_of(thread)
         if ALONE:
-            # the buffer is free once the store that was so many pieces ago has been read
+            # the buffer is free once the store that was so many pieces ago has been read (of an
+            # odd number of pieces, the last one of the block before was in the first buffer, too)
             if lane == 0:
-                if BUFFERS == 2:
+                if BUFFERS == 2 and (c > 0 or CHUNKS % 2 == 0):
                     store_wait_read1()
                 else:
                     store_wait_read0()
@@ -125,7 +126,7 @@ def finish(
                 store_wait_read0()
             group_barrier(1 + consumer, 128)
         if EXTRA == "map":
-            barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
+            barrier_wait(arrived + 8 * BUFFER, ((extra_parity >> BUFFER) ^ (c // BUFFERS)) & 1)
         line, below = ZERO, ZERO
         if EXTRA == "line":
             line = line_of(ends.extra, row, m)
@@ -471,7 +472,7 @@ def sum_columns(acc, sums, shared, consumer, thread, here: Unit, m, n):
     out = sums + (here.place * rows + (here.row0 >> (5 + HALVES))) * n * 4
     for i in unrolled((BLOCK_N + 127) // 128):
         column = thread + 128 * i
-        at = shared + (column & (BLOCK_N - 1)) * 4
+        at = shared + min(column, BLOCK_N - 1) * 4
         value = shared_load_f32(at)
         for w in unrolled(1, 4):
             value += shared_load_f32(at + w * BLOCK_N * 4)

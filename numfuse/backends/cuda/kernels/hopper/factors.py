@@ -36,7 +36,7 @@ from numfuse.backends.cuda.kernels.hopper import parts
 from numfuse.backends.cuda.kernels.hopper.kernel import planes_of
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.parts import split_carefully
-from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY, HOPPER_COPY_K
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY, HOPPER_COPY_K, box_width
 from numfuse.backends.cuda.plan.product import Launch, Operand, Product, Slot
 
 HALF = ("bfloat16", "float16")
@@ -139,7 +139,7 @@ def _as_it_lies(
 
 
 def box_of(turned: bool, block: int, long: int, kind: str) -> tuple[int, int]:
-    """Elements of a box: a row has 128 bytes (64 where a block of Y is narrower).
+    """Elements of a box: a row has 128 bytes (64 where a block of Y has half a row more).
 
     Rows that no operand has are not asked for: the engine takes as long for a row that it fills
     with zeros.  What they hold instead reaches no row of the result that is stored.  (In parts it
@@ -148,7 +148,7 @@ def box_of(turned: bool, block: int, long: int, kind: str) -> tuple[int, int]:
     if kind == "float32":
         return 32, 64 if turned else block
     if turned:
-        return min(64, block), 64
+        return box_width(block), 64
     if planes_of(kind) > 1:
         return 64, block
     return (32 if kind == "tf32" else 64), min(block, -(-long // 8) * 8)

@@ -275,8 +275,8 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
             )
         if BIAS_PLACES == 2:
             turned ^= BIAS_BYTES
-        if EXTRA == "map" and CHUNKS // BUFFERS % 2:
-            extra_parity ^= 1
+        if EXTRA == "map":
+            extra_parity ^= TURNS
         if SUMS:
             sum_columns(total, sums, staging, consumer, thread, here, work.m, work.n)
         unit += block_count()

@@ -15,7 +15,7 @@ from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.elementwise import Formula
 from numfuse.backends.cuda.kernels.hopper import epilogue, gemm, parts
-from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile
+from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile, box_width
 from numfuse.backends.cuda.kernels.residues.store import store_bindings
 from numfuse.expr import Expr, dumps
 from numfuse.language.curves import leaf
@@ -95,13 +95,14 @@ class Gemm:
         return self.tile.block_n if self.woven else self.columns
 
     @property
-    def _y_box(self) -> int:
-        return min(64, self.y_columns)
-
-    @property
     def two_rights(self) -> bool:
         """Whether the two sums have a factor Y each."""
         return self.two_sums and not self.woven
+
+    @property
+    def y_box(self) -> int:
+        """Columns of a box of a Y that is turned."""
+        return box_width(self.y_columns)
 
     @property
     def planes(self) -> int:
@@ -134,7 +135,7 @@ class Gemm:
     @property
     def width(self) -> int:
         """Columns of the pieces in which the epilogue takes a block."""
-        return 32 if self.pre1 == "map" else min(64, self.columns)
+        return 32 if self.pre1 == "map" else box_width(self.columns)
 
     @property
     def chunks(self) -> int:
@@ -169,9 +170,14 @@ class Gemm:
         return self.columns * (1 + self.two_biases)
 
     @property
+    def _bias_rounds(self) -> int:
+        """How often a group's 128 threads store a bias each until all are there."""
+        return -(-self._lines // 128)
+
+    @property
     def bias_bytes(self) -> int:
         """Bytes of a block's biases as float32."""
-        return 4 * max(128, self._lines) if self.bias else 0
+        return 512 * self._bias_rounds if self.bias else 0
 
     @property
     def bias_places(self) -> int:
@@ -225,21 +231,24 @@ class Gemm:
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
             " bias_at full_at bias_bytes bias_places alone buffers width chunks staged out extra"
             " bias sums columns two_terms two_sums two_rights two_biases bias1 pre pre1 woven"
-            " woven_out y_columns x_bytes",
+            " woven_out y_columns y_box x_bytes",
         )
         b |= {
             "DEPTH": DEPTHS.get(self.operands, 64),
             "READERS": 1 if t.ping_pong else t.consumers,
             # 2^32 / STAGES: exact quotients up to 2^28
             "PER_STAGE": -(-(1 << 32) // self.stages),
-            "Y_BOX": self._y_box,
             # sums of a thread for 8 columns of the result; from one of an element to the other
             "EACH": 8 if self.woven else 4,
             "PARTNER": 1 if self.woven else t.block_n // 4,
-            "BIASES": max(1, self._lines // 128),
+            "BIASES": self._bias_rounds,
             "OWN_STAGING": self.staging_bytes // t.consumers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self._staged_pieces,
             "ROW_CHUNKS": self.columns // self.width,
+            # a bit of each buffer that an odd number of pieces of a block arrives in
+            "TURNS": sum(
+                1 << i for i in range(self.buffers) if len(range(i, self.chunks, self.buffers)) % 2
+            ),
             "OUT_SIZE": 2 if self.staged else 4,
             "EXTRA_SIZE": 2 if self.operands in HALVES else 4,
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,
@@ -273,7 +282,7 @@ class Gemm:
     def _wgmma(self, kind: str) -> dict[str, Any]:
         """Return the names of the instruction and of its operands' descriptors."""
         t = self.tile
-        box = self._y_box
+        box = self.y_box
         x_high, x_low = divmod(_descriptor(self.x_turned, 64), 1 << 32)
         y_high, y_low = divmod(_descriptor(self.y_turned, box), 1 << 32)
         # bytes of K (or of 16 rows of K) from one instruction to the next

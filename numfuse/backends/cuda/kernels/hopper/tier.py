@@ -19,6 +19,7 @@ from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
     HopperTile,
+    box_width,
     hopper_cut,
     hopper_splits,
     hopper_tile,
@@ -73,11 +74,14 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
         return None  # exact float32 is faster
     rows = _stored_by_rows(product, kind)
-    how: dict[str, Any] = {"split": split, "heavy": product.is_curved, "rows": rows}
+    across = _across(product)
+    how: dict[str, Any] = {
+        "split": split, "heavy": product.is_curved, "rows": rows, "across": across,
+    }  # fmt: skip
     sizes = m, n, slices, places, device.multiprocessors
     if not (product.free or product.whole or product.is_rich):
         nbytes = (m * k * x_places + k * n * y_places + m * n * places) * product.x.itemsize
-        cut = hopper_cut(*sizes, split, nbytes)
+        cut = hopper_cut(*sizes, split, across, nbytes)
         if cut is not None:
             return plan_with(product, kind, device, *cut)
     tile, parts = hopper_tile(*sizes, **how, free=product.free)
@@ -115,10 +119,16 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     cut = not (p.whole or p.has_two_sums)
     sums = 1 + p.has_two_sums
     rows = _stored_by_rows(p, kind)
-    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, sums
+    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, _across(p), sums
     for cost, tile, parts in hopper_ways(p.m, p.n, slices, p.places, device.multiprocessors, *how):
         name = f"{tile}, K in {parts} parts" if parts > 1 else str(tile)
         yield Way(name, cost, partial(plan_with, p, kind, device, tile, parts))
+
+
+def _across(product: Product) -> bool:
+    """Return whether Y lies along N rather than along K."""
+    _, deep, own = product.y.strides
+    return abs(own) < abs(deep)
 
 
 def _stored_by_rows(product: Product, kind: str) -> bool:
@@ -153,7 +163,7 @@ def plan_with(
     planes = Planes.padded(product, parts)
     product = planes.stored
     out = product.out
-    ways = _ways(product, out, min(64, columns))
+    ways = _ways(product, out, box_width(columns))
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.stage_bytes
     if gemm.planes == 1:

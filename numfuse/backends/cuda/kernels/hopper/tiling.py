@@ -40,15 +40,29 @@ class HopperTile:
 #: 182 / 183; forward with gelu 369 / 371, 77 / 68, 61 / 55, 188 / 188. 64 x 256 ping-pong 2-14%
 #: slower than 128 x 128, 128 x 128 cooperative 2-5%. 1024 cubed: 128 x 64 10.0, 64 x 128 11.4,
 #: 64 x 64 13.0, 128 x 128 13.1 (bare: 9.2, 9.0, 11.1, 11.0); 512 cubed: 64 x 32 7.3, 64 x 64 7.4,
-#: 128 x 64 8.7; M = 16, K = N = 4096: 64 x 64 21.7, 64 x 32 23.3. Two multiprocessors that share
+#: 128 x 64 8.7; M = 16, K = N = 4096: 64 x 64 21.7, 64 x 32 23.3. Of one block on each
+#: multiprocessor, nanoseconds a slice: 128 x 256 665, 224 575, 192 496, 160 402, 128 325, 96 264,
+#: 64 218; 64 x 256 372, 224 307, 192 284, 160 251, 128 216, 96 170, 64 135, 32 95. (128 bytes of a
+#: row take the copy engine 1.1: that is what small blocks wait for.) Two multiprocessors that share
 #: each slice of Y (a cluster, each fetching half of it for both) changed nothing: 0.97-1.00.
 HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 256, 2, False), 1080),
+    (HopperTile(128, 224, 2, False), 935),
+    (HopperTile(128, 192, 2, True), 810),
+    (HopperTile(128, 192, 2, False), 820),
+    (HopperTile(128, 160, 2, True), 655),
+    (HopperTile(128, 160, 2, False), 665),
     (HopperTile(128, 128, 2, True), 558),
     (HopperTile(128, 128, 2, False), 565),
+    (HopperTile(128, 96, 2, True), 460),
+    (HopperTile(128, 96, 2, False), 465),
     (HopperTile(128, 64, 2, False), 440),
+    (HopperTile(64, 96, 1, False), 320),
     (HopperTile(64, 128, 1, False), 340),
-    (HopperTile(64, 256, 1, False), 860),
+    (HopperTile(64, 160, 1, False), 440),
+    (HopperTile(64, 192, 1, False), 460),
+    (HopperTile(64, 224, 1, False), 520),
+    (HopperTile(64, 256, 1, False), 600),
     (HopperTile(64, 64, 1, False), 245),
     (HopperTile(64, 32, 1, False), 305),
 )
@@ -73,6 +87,10 @@ HOPPER_HIDDEN = (0.10, 0.05)
 #: hides that. (By way of an array with aligned rows and a launch that copies (4095,4097,4099) takes
 #: 315 microseconds forward and 796 backward, not 288 and 736.)
 HOPPER_ROWS = 0.25
+#: A block takes no less than this, and this for an element: its way to memory. (Of short K, on an
+#: H200, cycles a block: (12288,197,4608) 128 x 128 4250, 128 x 192 5700, 128 x 256 7300;
+#: (9216,197,8192) 128 x 128 4080, 128 x 256 7090.)
+HOPPER_BLOCK, HOPPER_ELEMENT = 750, 0.2
 #: Cycles from a launch to its first product, and from its last to the end.
 HOPPER_START = 3000
 #: Bytes a cycle that all multiprocessors together move to and from memory.
@@ -108,27 +126,41 @@ def hopper_splits(
     return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
 
 
+def box_width(columns: int) -> int:
+    """Return the columns of a box of a block so wide, of which rows have 128 bytes or 64."""
+    return 32 if columns % 64 else 64
+
+
 #: Cycles, a tile, and the number of parts of K.
 _Way = tuple[float, HopperTile, int]
 
 
 def hopper_tile(
     m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: int = 0,
-    heavy: bool = False, rows: bool = False, free: bool = False, sums: int = 1,
+    heavy: bool = False, rows: bool = False, free: bool = False, across: bool = False,
+    sums: int = 1, unit: int = 32,
 ) -> tuple[HopperTile, int]:  # fmt: skip
     """The tile, and the number of parts of K, of a product on Hopper.
 
     `split`: products of the operands' parts, six or three, or 0.  `heavy`: an epilogue that
-    computes an activation.  `rows`: a result of unaligned rows.  `free`: K may be cut.  Of two
-    `sums` a block has half its columns each.
+    computes an activation.  `rows`: a result of unaligned rows.  `free`: K may be cut.
+    `across`: a Y that lies along N.  Of two `sums` a block has half its columns each, multiples of
+    `unit`.
     """
-    how = split, heavy, rows, free, sums
+    how = split, heavy, rows, free, across, sums, unit
     return _cheapest(m, n, slices, places, multiprocessors, *how)[1:]
 
 
 @functools.lru_cache(maxsize=4096)
 def hopper_cut(
-    m: int, n: int, slices: int, places: int, multiprocessors: int, split: int, nbytes: int
+    m: int,
+    n: int,
+    slices: int,
+    places: int,
+    multiprocessors: int,
+    split: int,
+    across: bool,
+    nbytes: int,
 ) -> tuple[HopperTile, int] | None:
     """The tile and the number of parts of a product whose K is cut though it is no `free` one.
 
@@ -139,10 +171,10 @@ def hopper_cut(
     if not m * n * slices * places:
         return None
     sizes = m, n, slices, places, multiprocessors, split, False, False
-    one, tile, _ = _cheapest(*sizes, False, 1)
+    one, tile, _ = _cheapest(*sizes, False, across, 1)
     if -(-m // tile.block_m) * -(-n // tile.block_n) * places >= multiprocessors:
         return None
-    cycles, tile, parts = _cheapest(*sizes, True, 1)
+    cycles, tile, parts = _cheapest(*sizes, True, across, 1)
     least = nbytes / HOPPER_BYTES
     if parts == 1 or max(cycles, least + HOPPER_START) >= SPLIT_GAIN * max(one, least):
         return None
@@ -162,13 +194,18 @@ def _cheapest(*how: Any) -> _Way:
 
 def ways(
     m: int, n: int, slices: int, places: int, multiprocessors: int,
-    split: int, heavy: bool, rows: bool, free: bool, sums: int,
+    split: int, heavy: bool, rows: bool, free: bool, across: bool, sums: int, unit: int = 32,
 ) -> Iterator[_Way]:  # fmt: skip
     """Return all ways to run a product; the arguments are those of `hopper_tile`."""
     n *= sums
+    # of a Y across K, a box has 64 columns that begin a line of the L2 cache; one of 32 takes the
+    # copy engine as long: a slice of 128 x 96 takes 346 ns then, and one of 128 x 128 takes 330
+    line = 64 if across else 32
     for tile, _ in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
-        if tile.block_n < 32 * sums:
-            continue  # rows of shared memory have 64 bytes at the least
+        if tile.block_n % (unit * sums):
+            continue  # rows of shared memory have 64 bytes or 128
+        if tile.block_n % (line * sums) and tile.block_n > line * sums:
+            continue
         most = max(1, slices // HOPPER_PART) if free else 1
         for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
             if -(-slices // -(-slices // parts)) == parts:
@@ -193,10 +230,11 @@ def cycles(
     if tile.ping_pong or tile.consumers == 1:
         finish *= 2  # one group alone
     units = -(-blocks * parts // multiprocessors)
+    least = HOPPER_BLOCK + elements * HOPPER_ELEMENT
     if tile.ping_pong and not rows:  # one consumer finishes while the other multiplies
-        cost = units * (work + elements * HOPPER_HIDDEN[kind]) + finish
+        cost = units * max(work + elements * HOPPER_HIDDEN[kind], least) + finish
     else:
-        cost = units * (work + finish)
+        cost = units * max(work + finish, least)
     if parts > 1:
         cost += HOPPER_START + 8 * parts * m * n * places / HOPPER_BYTES
     return cost

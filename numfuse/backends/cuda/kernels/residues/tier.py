@@ -51,11 +51,11 @@ SPLIT_FLOPS, FINISH_FLOPS = 8, 6
 #: multiprocessor has so many a second. (On an H100 at 8192 cubed residues take 1.5 ms for both
 #: factors; on an H200 too, where what comes behind the products takes 1.0 ms, and 0.23 at 4096.)
 SPLIT_WORK, FINISH_WORK, ISSUED = 300, 28, 200e9
-#: The least tile: a thread has whole accesses of 64 columns. The largest one, and the rounds of
+#: The largest tile, and the rounds of
 #: blocks from which on it is taken in place of two consumers by turns: on an H200 these did 1.26
 #: POP/s at 4096 cubed, and the largest tile 1.64 there and 1.55 at 8192 cubed. The end of a block,
 #: reductions of its sums, is not hidden as the model of bfloat16 has it.
-LEAST, LARGEST, ROUNDS = HopperTile(64, 64, 1, False), HOPPER_TILES[0][0], 16
+LARGEST, ROUNDS = HOPPER_TILES[0][0], 16
 #: The share of the integers' rate that smaller tiles have.
 SMALLER = 0.81
 
@@ -148,11 +148,11 @@ def plan_with(product: Product, of: Residues, device: DeviceInfo, parts: int) ->
 
 
 def _tile(m: int, n: int, slices: int, planes: int, multiprocessors: int) -> HopperTile:
-    """Return the block of a product of residues."""
-    tile, _ = hopper_tile(m, n, slices, planes, multiprocessors)
+    """Return the block of a product of residues, of which a thread has wholes of 64 columns."""
+    tile, _ = hopper_tile(m, n, slices, planes, multiprocessors, unit=split.COLUMNS)
     if tile.ping_pong and _fills(m, n, planes, multiprocessors):
         return LARGEST
-    return LEAST if tile.block_n < split.COLUMNS else tile
+    return tile
 
 
 def _fills(m: int, n: int, planes: int, multiprocessors: int) -> bool:
