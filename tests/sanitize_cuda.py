@@ -78,7 +78,7 @@ def as_large_products() -> Iterator[None]:
     with (
         mock.patch.object(hopper, "hopper_splits", lambda *_: True),
         mock.patch.object(residues, "seconds", lambda *_: residues.Seconds(1.0, 0.0)),
-        mock.patch.object(factors, "HOPPER_COPY", 1),
+        mock.patch.object(factors, "copy_pays", lambda *sizes: True),
         mock.patch.object(copies, "pays", lambda *sizes: True),
     ):
         yield

@@ -867,6 +867,22 @@ def test_rows_that_are_not_whole_16_bytes_are_copied_where_it_pays():
     assert hopper.WGMMA.take(product(95, 97, 99, alignment=2), HOPPER) is None
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "copied"),
+    [
+        (455, 39429, 36, True), (3592, 6067, 61, True),
+        (455, 3943, 36, False),  # a small result
+        (60001, 201, 77, False),  # few columns read X
+        (201, 60001, 77, False),  # few rows read Y
+        (4001, 4003, 15, False),
+    ],
+)  # fmt: skip
+def test_of_a_short_k_factors_are_copied_for_a_large_result(m, n, k, copied):
+    """Guards: docs/cuda.md, value by value a short product takes longer than its copies."""
+    plan = hopper.WGMMA.take(product(m, n, k, alignment=2), HOPPER)
+    assert (plan is not None) == copied
+
+
 def test_float32_is_split_where_that_is_faster():
     for precision in ("bf16x6", "tf32"):
         large = product(2048, 2048, 2048, "float32", precision=precision)

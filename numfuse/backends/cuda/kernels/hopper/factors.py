@@ -36,7 +36,7 @@ from numfuse.backends.cuda.kernels.hopper import parts
 from numfuse.backends.cuda.kernels.hopper.kernel import planes_of
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.parts import split_carefully
-from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY, HOPPER_COPY_K, box_width
+from numfuse.backends.cuda.kernels.hopper.tiling import box_width, copy_pays
 from numfuse.backends.cuda.plan.product import Launch, Operand, Product, Slot
 
 HALF = ("bfloat16", "float16")
@@ -88,8 +88,7 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
         if found is not None:
             return Factor(found[0], Slot(name), found[1], int(places > 1), 0)
     if kind in HALF:
-        work = product.m * product.n * product.k * product.places
-        if product.k < HOPPER_COPY_K or work < HOPPER_COPY:
+        if not copy_pays(product.m, product.n, product.k, product.places, axis):
             return None
     # a copy: along its contiguous axis, where it may
     copy = Slot(f"{name} copy")

@@ -92,7 +92,7 @@ HOPPER_ROWS = 0.25
 #: (9216,197,8192) 128 x 128 4080, 128 x 256 7090.)
 HOPPER_BLOCK, HOPPER_ELEMENT = 750, 0.2
 #: Cycles from a launch to its first product, and from its last to the end.
-HOPPER_START = 3000
+HOPPER_START = 4200
 #: Bytes a cycle that all multiprocessors together move to and from memory.
 HOPPER_BYTES = 2300
 #: Rows of a product up to which so few blocks share a slice of Y (and more than one) that a
@@ -109,9 +109,24 @@ HOPPER_PART = 8
 #: (20,515,777) 22 + 41 / 16 + 25; (100,77,129) 12 + 27 / 15 + 26, (1000,77,333) 12 + 39 / 24 + 28.
 #: (Least 2^22 until an H200 took 36 and 8.6 for both products of 196 x 493 x 16.)
 HOPPER_COPY, HOPPER_COPY_K = 1 << 20, 128
+#: But for a large result: of a shorter K a copy is nothing beside it. So many multiply-adds, the
+#: least K, and how often an element of the copy is read for each value of K. Forward on an H200,
+#: of PyTorch's speed without and with copies: (455,36,39429) 0.91 and 1.34, (390,45,4633) 1.03 and
+#: 1.16, (275,77,24519) 1.05 and 1.23, (330,33,38970) 0.96 and 1.40, (3592,61,6067) 0.94 and 1.48;
+#: (24941,34,438) 0.99 both, (8683,99,202) 1.25 and 1.20.
+HOPPER_COPY_LARGE, HOPPER_COPY_LEAST, HOPPER_COPY_READ = 1 << 26, 16, 3
 #: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
 #: are reached (a sixth of that for six products), its memory; and seconds of a launch.
 HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
+
+
+def copy_pays(m: int, n: int, k: int, places: int, own: int) -> bool:
+    """Return whether a 16-bit factor is copied for the copy engine: X (`own`: 1) or Y (2)."""
+    work, other = m * n * k * places, n if own == 1 else m
+    if k >= HOPPER_COPY_K:
+        return work >= HOPPER_COPY
+    large = work >= HOPPER_COPY_LARGE and k >= HOPPER_COPY_LEAST
+    return large and other >= HOPPER_COPY_READ * k
 
 
 def hopper_splits(
