@@ -75,15 +75,16 @@ Gradients = Callable[[Parameters, Parameters, Array, Array], float]
 
 def cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
     """Mean softmax cross-entropy against smoothed labels, and its gradient by the logits."""
-    rows = np.arange(len(labels))
+    count, right = len(labels), (np.arange(len(labels)), labels)
     shifted = logits - logits.max(axis=1, keepdims=True)
-    log_p = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    right = -log_p[rows, labels].mean()
-    loss = (1 - SMOOTHING) * right - SMOOTHING * log_p.mean()
-    d_logits = np.exp(log_p)
-    d_logits -= SMOOTHING / CLASSES
-    d_logits[rows, labels] -= 1 - SMOOTHING
-    d_logits /= len(labels)
+    d_logits = np.exp(shifted)
+    total = d_logits.sum(axis=1, keepdims=True)
+    # -log p is log(total) - shifted: of the right class, and of all of them
+    wanted = (1 - SMOOTHING) * shifted[right].sum() + SMOOTHING / CLASSES * shifted.sum()
+    loss = (np.log(total).sum() - wanted) / count
+    d_logits /= total * count
+    d_logits -= SMOOTHING / (CLASSES * count)
+    d_logits[right] -= (1 - SMOOTHING) / count
     return float(loss), d_logits
 
 

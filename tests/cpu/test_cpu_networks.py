@@ -159,6 +159,22 @@ def test_what_was_in_the_memory_of_a_call_is_in_no_result(sizes):
         assert np.isfinite(y).all() and (bits(y) == bits(z)).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("sizes", [*SIZES, (2, 13, 13, 13, 5), (31, 33, 7)])
+@pytest.mark.parametrize("points", [1, 5, 77])
+def test_operands_have_any_order(sizes, points, dtype):
+    """Guards: `kernels.network.take`, columns that are rows in memory are turned by vectors."""
+    x, weights, biases = network(sizes, points, dtype)
+    wanted = results(x, weights, biases)
+    wide = [np.zeros((w.shape[1] + 2, w.shape[0] + 3), dtype) for w in weights]
+    for room, w in zip(wide, weights, strict=True):
+        room[1:-1, 2:-1] = w.T
+    turned = [room[1:-1, 2:-1].T for room in wide]
+    for rows, own in ((np.asfortranarray(x), turned), (x, [np.asfortranarray(w) for w in weights])):
+        found = results(rows, own, biases)
+        assert all(np.array_equal(y, z) for y, z in zip(found, wanted, strict=True))
+
+
 def test_directions_beyond_what_is_unrolled_are_the_same_sums():
     """Guards: row functions with loops have room for their scratch rows behind the stacks."""
     x, weights, biases = network((7, 13, 9, 2), 50, np.float64)

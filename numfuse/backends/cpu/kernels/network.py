@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cpu.kernels import groups, library, protocol
-from numfuse.backends.cpu.llvm import inplace, intrinsics
+from numfuse.backends.cpu.llvm import inplace, intrinsics, moves
 from numfuse.runtime import specialise
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
@@ -101,6 +101,12 @@ def pack_cell(descriptor: int, cell: int, workspace: int) -> None:
 
 def take(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
     """Copy a matrix of any strides to padded rows; of no source, zeros."""
+    if source != 0 and row == SIZE and column != SIZE:  # its columns are rows in memory
+        for j in range(0, n, LANES):
+            for i in range(0, rows, LANES):
+                at, place = source + j * column + i * SIZE, target + i * step + j * SIZE
+                TRANSPOSE(at, column, n - j, rows - i, place, step)
+        return
     for i in range(rows):
         to = SUMS(target + i * step)
         if source == 0:
@@ -430,7 +436,9 @@ def names(acc: str) -> dict[str, Any]:
         "STRIP": STRIP,
         "HELD": groups.COUNT,
         "VECTOR": r.vector_bytes,
+        "LANES": r.vl,
         "SIZE": r.itemsize,
+        "TRANSPOSE": moves.make_transpose(acc, acc, r.vl, r.vl),
         "ZERO": library.zero(acc),
         "ONE": np.dtype(acc).type(1),
         "WORDS": intrinsics.make_elements("int64"),
