@@ -250,11 +250,11 @@ DEEP = 1 << 14
 #: The same of results whose blocks are more than half a round: 203 of 132 take two, and three parts
 #: of each five thirds.
 FINE_ROUNDS = 3, 5, 8
-#: In float64, too, so many blocks for each multiprocessor, and all others up to that, as far as they
-#: divide: 96 blocks of 256 x 11008 x 1536 take two rounds in two parts, and in four parts three of
-#: half the length. (An H200: that product in 8 parts of 48 blocks 174 us for 195, 1500 x 9216 x 192
-#: in 11 parts 123 for 133; 11 shapes 0.93 to 1.12 times as fast, the mean 1.01. In float32 32 shapes
-#: were 0.79 to 1.16 times as fast, 0.99 in the mean.)
+#: In float64 also so many blocks for each multiprocessor, and every number below that: 96 blocks of
+#: 256 x 11008 x 1536 take two rounds in two parts, and in four parts three of half the length. (An
+#: H200: that product in 8 parts of 48 blocks 174 us for 195, 1500 x 9216 x 192 in 11 parts 123 for
+#: 133; 11 shapes 0.93 to 1.12 times as fast, the mean 1.01. In float32 32 shapes were 0.79 to 1.16
+#: times as fast, 0.99 in the mean.)
 EVEN = 8
 #: What a join takes to begin and end, in multiply-adds of one multiprocessor, by tensor cores, by
 #: these in float64 and by CUDA cores (2 to 3 us), and what a value of a plane takes on its way
