@@ -126,8 +126,8 @@ def test_what_memory_limits_is_not_cut():
     assert tiling.thin_parts(128, 1, 65536, 4, 132) == 1 == tiling.thin_parts(96, 1, 65536, 4, 132)
     assert tiling.thin_parts(16, 64, 7000, 4, 132) > 2
     nbytes = 2 * (16 * 4096 + 4096 * 4096 + 16 * 4096)
-    assert hopper.hopper_cut(16, 4096, 64, 1, 132, 0, False, nbytes) is None
-    assert hopper.hopper_cut(16, 4096, 64, 1, 132, 0, False, 0) is not None
+    assert hopper.hopper_cut(16, 4096, 64, 1, 132, 0, hopper.Lies(), nbytes) is None
+    assert hopper.hopper_cut(16, 4096, 64, 1, 132, 0, hopper.Lies(), 0) is not None
 
 
 def test_a_sum_that_is_cut_alone_is_not_made_beside_another_one():

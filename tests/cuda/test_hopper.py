@@ -24,6 +24,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
     HOPPER_SPLIT_TILES,
     HOPPER_TILES,
     HopperTile,
+    Lies,
     box_width,
     hopper_tile,
 )
@@ -845,7 +846,7 @@ def test_blocks_of_a_factor_that_lies_along_its_columns_begin_with_a_line_of_the
     """Guards: docs/cuda.md, a box of half a line takes the copy engine as long as a whole one."""
     own = [
         {tile.block_n // sums for _, tile, _ in
-         hopper_ways(1000, 5000, 40, 1, 132, 0, True, False, True, across, sums)}
+         hopper_ways(1000, 5000, 40, 1, 132, 0, True, False, True, Lies(across), sums)}
         for across in (False, True)
     ]  # fmt: skip
     assert any(width > 64 and width % 64 for width in own[0])

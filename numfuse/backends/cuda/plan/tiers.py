@@ -14,7 +14,7 @@ from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
 from numfuse.backends.cuda.kernels.ampere.vectors import VECTORS
 from numfuse.backends.cuda.kernels.hopper.factors import HALF
 from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, available
-from numfuse.backends.cuda.kernels.hopper.tiling import hopper_cut
+from numfuse.backends.cuda.kernels.hopper.tiling import PLAIN, hopper_cut
 from numfuse.backends.cuda.kernels.mirror import MIRROR
 from numfuse.backends.cuda.kernels.residues.tier import RESIDUES
 from numfuse.backends.cuda.kernels.small import SMALL
@@ -73,7 +73,7 @@ def stay_whole(
         return -(-m // height) * -(-2 * n // width) * places >= info.multiprocessors
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)
     sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors
-    return hopper_cut(*sizes, 0, False, nbytes) is None
+    return hopper_cut(*sizes, 0, PLAIN, nbytes) is None
 
 
 def choose(

@@ -19,10 +19,12 @@ from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
     HopperTile,
+    Lies,
     box_width,
     hopper_cut,
     hopper_splits,
     hopper_tile,
+    too_low,
 )
 from numfuse.backends.cuda.kernels.hopper.tiling import ways as hopper_ways
 from numfuse.backends.cuda.kernels.planes import Planes
@@ -73,15 +75,15 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
     if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
         return None  # exact float32 is faster
+    if kind in HALF and too_low(m, n, slices, places, device.multiprocessors):
+        return None
     rows = _stored_by_rows(product, kind)
-    across = _across(product)
-    how: dict[str, Any] = {
-        "split": split, "heavy": product.is_curved, "rows": rows, "across": across,
-    }  # fmt: skip
+    lies = _lies(product)
+    how: dict[str, Any] = {"split": split, "heavy": product.is_curved, "rows": rows, "lies": lies}
     sizes = m, n, slices, places, device.multiprocessors
     if not (product.free or product.whole or product.is_rich):
         nbytes = (m * k * x_places + k * n * y_places + m * n * places) * product.x.itemsize
-        cut = hopper_cut(*sizes, split, across, nbytes)
+        cut = hopper_cut(*sizes, split, lies, nbytes)
         if cut is not None:
             return plan_with(product, kind, device, *cut)
     tile, parts = hopper_tile(*sizes, **how, free=product.free)
@@ -119,16 +121,22 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     cut = not (p.whole or p.has_two_sums)
     sums = 1 + p.has_two_sums
     rows = _stored_by_rows(p, kind)
-    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, _across(p), sums
+    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, _lies(p), sums
     for cost, tile, parts in hopper_ways(p.m, p.n, slices, p.places, device.multiprocessors, *how):
         name = f"{tile}, K in {parts} parts" if parts > 1 else str(tile)
         yield Way(name, cost, partial(plan_with, p, kind, device, tile, parts))
 
 
-def _across(product: Product) -> bool:
-    """Return whether Y lies along N rather than along K."""
+def _lies(product: Product) -> Lies:
+    """Return how the factors lie; a copy has rows of whole lines."""
+
+    def lines(operand: Operand) -> int:
+        near, far = sorted(map(abs, operand.strides[1:]))
+        whole = near == 1 and operand.alignment >= 16 and far % (16 // operand.itemsize) == 0
+        return 2 if whole and far * operand.itemsize % 128 else 1
+
     _, deep, own = product.y.strides
-    return abs(own) < abs(deep)
+    return Lies(abs(own) < abs(deep), lines(product.x), lines(product.y))
 
 
 def _stored_by_rows(product: Product, kind: str) -> bool:

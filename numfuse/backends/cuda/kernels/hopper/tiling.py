@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numfuse.backends.cuda.tiling import SPLIT_GAIN
 
@@ -31,6 +31,20 @@ class HopperTile:
     def __str__(self) -> str:
         schedule = "ping-pong" if self.ping_pong else "cooperative"
         return f"{self.block_m}x{self.block_n}x64 {schedule}"
+
+
+class Lies(NamedTuple):
+    """How the factors of a product lie in memory."""
+
+    #: Whether Y lies along N, rather than along K.
+    across: bool = False
+    #: Lines of 128 bytes that a row of a box of X, and of Y, is in: two of rows that do not begin
+    #: with one.
+    x_lines: int = 1
+    y_lines: int = 1
+
+
+PLAIN = Lies()
 
 
 #: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor: numbers that
@@ -95,11 +109,18 @@ HOPPER_BLOCK, HOPPER_ELEMENT = 750, 0.2
 HOPPER_START = 4200
 #: Bytes a cycle that all multiprocessors together move to and from memory.
 HOPPER_BYTES = 2300
+#: Cycles in which a multiprocessor gets a line of 128 bytes.
+HOPPER_LINE = 1.74
 #: Rows of a product up to which so few blocks share a slice of Y (and more than one) that a
 #: multiprocessor gets slices at this rate, in bytes a cycle. (257 x 5632 x 6144 in float16 on an
 #: H100, microseconds: 64 x 128 63, 64 x 256 49, 128 x 256 60, or 43, 49 and 46 bytes a cycle; on an
 #: H200 64 x 128 49, or 57. Of 1024 rows 64 x 128 takes the time of the table.)
 HOPPER_FEW_ROWS, HOPPER_SLICE_BYTES = 640, 52
+#: Of so few rows one warp of a group has all of a block's epilogue, and a multiprocessor two such
+#: warps: with no more slices of K than this, and so many blocks of LOW_COLUMNS for each, blocks by
+#: mma.sync take it, of which several have a multiprocessor. (16 x (8 x 96 x 14336) took an H200 26
+#: us with relu, and 28 by mma.sync; with gelu by erf 44 to 58, where PyTorch took 27.)
+LOW_ROWS, LOW_SLICES, LOW_COLUMNS, LOW_ROUNDS = 16, 2, 256, 2
 #: Slices of K of one part, at the least: the pipeline has to fill.
 HOPPER_PART = 8
 #: Below so many multiply-adds, or so long a K, an operand is not copied for the copy engine's sake:
@@ -141,6 +162,12 @@ def hopper_splits(
     return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
 
 
+def too_low(m: int, n: int, slices: int, places: int, multiprocessors: int) -> bool:
+    """Return whether rows are so few, and K so short, that mma.sync has more warps at work."""
+    blocks = -(-n // LOW_COLUMNS) * places
+    return m <= LOW_ROWS and slices <= LOW_SLICES and blocks >= LOW_ROUNDS * multiprocessors
+
+
 def box_width(columns: int) -> int:
     """Return the columns of a box of a block so wide, of which rows have 128 bytes or 64."""
     return 32 if columns % 64 else 64
@@ -152,17 +179,17 @@ _Way = tuple[float, HopperTile, int]
 
 def hopper_tile(
     m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: int = 0,
-    heavy: bool = False, rows: bool = False, free: bool = False, across: bool = False,
+    heavy: bool = False, rows: bool = False, free: bool = False, lies: Lies = PLAIN,
     sums: int = 1, unit: int = 32,
 ) -> tuple[HopperTile, int]:  # fmt: skip
     """The tile, and the number of parts of K, of a product on Hopper.
 
     `split`: products of the operands' parts, six or three, or 0.  `heavy`: an epilogue that
     computes an activation.  `rows`: a result of unaligned rows.  `free`: K may be cut.
-    `across`: a Y that lies along N.  Of two `sums` a block has half its columns each, multiples of
+    `lies`: the factors' layout.  Of two `sums` a block has half its columns each, multiples of
     `unit`.
     """
-    how = split, heavy, rows, free, across, sums, unit
+    how = split, heavy, rows, free, lies, sums, unit
     return _cheapest(m, n, slices, places, multiprocessors, *how)[1:]
 
 
@@ -174,7 +201,7 @@ def hopper_cut(
     places: int,
     multiprocessors: int,
     split: int,
-    across: bool,
+    lies: Lies,
     nbytes: int,
 ) -> tuple[HopperTile, int] | None:
     """The tile and the number of parts of a product whose K is cut though it is no `free` one.
@@ -186,10 +213,10 @@ def hopper_cut(
     if not m * n * slices * places:
         return None
     sizes = m, n, slices, places, multiprocessors, split, False, False
-    one, tile, _ = _cheapest(*sizes, False, across, 1)
+    one, tile, _ = _cheapest(*sizes, False, lies, 1)
     if -(-m // tile.block_m) * -(-n // tile.block_n) * places >= multiprocessors:
         return None
-    cycles, tile, parts = _cheapest(*sizes, True, across, 1)
+    cycles, tile, parts = _cheapest(*sizes, True, lies, 1)
     least = nbytes / HOPPER_BYTES
     if parts == 1 or max(cycles, least + HOPPER_START) >= SPLIT_GAIN * max(one, least):
         return None
@@ -209,13 +236,13 @@ def _cheapest(*how: Any) -> _Way:
 
 def ways(
     m: int, n: int, slices: int, places: int, multiprocessors: int,
-    split: int, heavy: bool, rows: bool, free: bool, across: bool, sums: int, unit: int = 32,
+    split: int, heavy: bool, rows: bool, free: bool, lies: Lies, sums: int, unit: int = 32,
 ) -> Iterator[_Way]:  # fmt: skip
     """Return all ways to run a product; the arguments are those of `hopper_tile`."""
     n *= sums
     # of a Y across K, a box has 64 columns that begin a line of the L2 cache; one of 32 takes the
     # copy engine as long: a slice of 128 x 96 takes 346 ns then, and one of 128 x 128 takes 330
-    line = 64 if across else 32
+    line = 64 if lies.across else 32
     for tile, _ in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
         if tile.block_n % (unit * sums):
             continue  # rows of shared memory have 64 bytes or 128
@@ -225,18 +252,20 @@ def ways(
         for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
             if -(-slices // -(-slices // parts)) == parts:
                 sizes = m, n, slices, places, multiprocessors
-                yield cycles(tile, parts, *sizes, split, heavy, rows), tile, parts
+                yield cycles(tile, parts, *sizes, split, heavy, rows, lies), tile, parts
 
 
 def cycles(
     tile: HopperTile, parts: int, m: int, n: int, slices: int, places: int, multiprocessors: int,
-    split: int, heavy: bool, rows: bool,
+    split: int, heavy: bool, rows: bool, lies: Lies,
 ) -> float:  # fmt: skip
     """Return the cycles of the multiprocessor with the most blocks."""
     each: float = dict(HOPPER_SPLIT_TILES if split else HOPPER_TILES)[tile]
     if split:
         each = each * split // 6
-    elif 64 < m <= HOPPER_FEW_ROWS:
+    else:
+        each = max(each, HOPPER_LINE * (tile.block_m * lies.x_lines + tile.block_n * lies.y_lines))
+    if not split and 64 < m <= HOPPER_FEW_ROWS:
         each = max(each, 128 * (tile.block_m + tile.block_n) / HOPPER_SLICE_BYTES)
     work = -(-slices // parts) * each
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
