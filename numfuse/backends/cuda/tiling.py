@@ -300,11 +300,14 @@ def thin_cost(blocks: int, rows: int, k: int, itemsize: int, parts: int) -> floa
     return found + (THIN_FILL * cycles + CORE_LAUNCH / FMAS if parts > 1 else 0)
 
 
-#: Rows up to which nothing else is asked. Of more, cycles of a value of K in a block, and more of
+#: Rows up to which nothing else is asked, of an X that comes by 16 bytes, and of one that comes
+#: value by value. (float32 on an H200, such blocks and the fastest tiles: 17 x 519 x 16148 47 and
+#: 25 us; by 16 bytes 32 x 1024 x 16000 51 and 41, 17 x 4096 x 11008 93 and 87, 24 x 2048 x 11008
+#: 54 and 54, 28 x 4096 x 4096 38 and 41.) Of more, cycles of a value of K in a block, and more of
 #: each row; and cycles of a multiply-add of one multiprocessor's CUDA cores at full speed. On an
 #: H200 24 x 4096 x 4096 in float32 took 44 us, and 68 by the tiles above, but 64 x 1792 x 22016 184
 #: and 144, 64 x 1024 x 1024 21 and 15.
-THIN_SURE = 32
+THIN_SURE, THIN_FEW = 32, 8
 THIN_CYCLES, THIN_ROW_CYCLES = 14.0, 0.2
 CORE_CYCLES = 1 / 125
 #: Values of K in the time of which such a block begins and ends: an H100 took 42.7 us for
@@ -317,7 +320,7 @@ def thin_pays(
     blocks: int, m: int, n: int, k: int, places: int, parts: int, multiprocessors: int, whole: bool,
     beside: tuple[float, ...] = (),
 ) -> bool:  # fmt: skip
-    """Return whether rows beyond `THIN_SURE` take no longer by blocks of all, cut in so many parts.
+    """Return whether rows take no longer by blocks of all of them, K cut in so many parts.
 
     A multiprocessor has room for one such block. `beside` is what the tiles of `CORE_BLOCKS` cost
     beside their work.
@@ -326,7 +329,8 @@ def thin_pays(
     cycles = rounds * (-(-k // parts) + THIN_ROUND) * (THIN_CYCLES + THIN_ROW_CYCLES * m)
     cycles += CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
     where = places, False, multiprocessors, whole, beside
-    return cycles <= block(CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
+    tiles = block(CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
+    return cycles <= tiles
 
 
 def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:

@@ -312,10 +312,10 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
     busy = device.multiprocessors
     parts = 1 if p.whole else tiling.thin_parts(blocks, p.m, p.k, size, busy)
-    if p.m > tiling.THIN_SURE:
+    narrow = p.m > tiling.THIN_FEW and not p.x.runs_wide(2, 4)
+    if p.y.dtype == "float32" and (narrow or p.m > tiling.THIN_SURE):
         # (here a turned Y costs nothing, and tiles turn it in registers, or by a copy)
-        tiles = tiling.CORE_BLOCKS if p.y.dtype == "float32" else ()
-        beside = simt.beside_of(p, tiles, busy)
+        beside = simt.beside_of(p, tiling.CORE_BLOCKS, busy)
         if not tiling.thin_pays(blocks, p.m, p.n, p.k, p.places, parts, busy, p.whole, beside):
             return None
     return plan(p, device, parts)

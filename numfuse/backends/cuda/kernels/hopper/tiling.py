@@ -115,7 +115,7 @@ HOPPER_LINE = 1.74
 #: multiprocessor gets slices at this rate, in bytes a cycle. (257 x 5632 x 6144 in float16 on an
 #: H100, microseconds: 64 x 128 63, 64 x 256 49, 128 x 256 60, or 43, 49 and 46 bytes a cycle; on an
 #: H200 64 x 128 49, or 57. Of 1024 rows 64 x 128 takes the time of the table.)
-HOPPER_FEW_ROWS, HOPPER_SLICE_BYTES = 640, 52
+HOPPER_FEW_ROWS, HOPPER_SLICE_BYTES = 640, {64: 62, 128: 48}
 #: Of so few rows one warp of a group has all of a block's epilogue, and a multiprocessor two such
 #: warps: with no more slices of K than this, and so many blocks of LOW_COLUMNS for each, blocks by
 #: mma.sync take it, of which several have a multiprocessor. (16 x (8 x 96 x 14336) took an H200 26
@@ -266,7 +266,7 @@ def cycles(
     else:
         each = max(each, HOPPER_LINE * (tile.block_m * lies.x_lines + tile.block_n * lies.y_lines))
     if not split and 64 < m <= HOPPER_FEW_ROWS:
-        each = max(each, 128 * (tile.block_m + tile.block_n) / HOPPER_SLICE_BYTES)
+        each = max(each, 128 * (tile.block_m + tile.block_n) / HOPPER_SLICE_BYTES[tile.block_m])
     work = -(-slices // parts) * each
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
     elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
