@@ -250,11 +250,12 @@ DEEP = 1 << 14
 #: The same of results whose blocks are more than half a round: 203 of 132 take two, and three parts
 #: of each five thirds.
 FINE_ROUNDS = 3, 5, 8
-#: In float64 also so many blocks for each multiprocessor, and every number below that: 96 blocks of
-#: 256 x 11008 x 1536 take two rounds in two parts, and in four parts three of half the length. (An
-#: H200: that product in 8 parts of 48 blocks 174 us for 195, 1500 x 9216 x 192 in 11 parts 123 for
-#: 133; 11 shapes 0.93 to 1.12 times as fast, the mean 1.01. In float32 32 shapes were 0.79 to 1.16
-#: times as fast, 0.99 in the mean.)
+#: In float64 also so many blocks for each multiprocessor, and every number below that which leaves
+#: none of them alone behind whole rounds: 48 blocks of 256 x 11008 x 1536 take three rounds in
+#: eight parts. (An H200: 174 us, and 195 without; 1500 x 9216 x 192 in 11 parts 123 for 133. With
+#: every number, 11 shapes took 0.90 to 1.08 times as long, and 77 x 5504 x 3584 in three parts,
+#: four blocks where three have room, was at 0.74 of cuBLAS on an H100. In float32 32 shapes took
+#: 0.87 to 1.26 times as long.)
 EVEN = 8
 #: What a join takes to begin and end, in multiply-adds of one multiprocessor, by tensor cores, by
 #: these in float64 and by CUDA cores (2 to 3 us), and what a value of a plane takes on its way
@@ -453,8 +454,11 @@ def _counts(
     rounds = 0.5, 1, 0 if tile.chunk else 2, *more
     wanted = {max(1, int(x * slots) // max(1, blocks)) for x in rounds}
     if tile.chunk == DOUBLE_CHUNK:
-        whole = (each * multiprocessors // max(1, blocks) for each in range(1, EVEN + 1))
-        wanted |= {number for number in whole if number}
+        wanted |= {
+            max(1, each * multiprocessors // max(1, blocks))
+            for each in range(1, EVEN + 1)
+            if each <= tile.resident or each % tile.resident == 0
+        }
     found: dict[tuple[int, int], None] = {}
     for number in wanted | {1}:
         length = round_up(-(-k // min(number, max(1, k // part))), tile.block_k)
