@@ -330,8 +330,7 @@ def thin_pays(
     cycles = rounds * (-(-k // parts) + THIN_ROUND) * (THIN_CYCLES + THIN_ROW_CYCLES * m)
     cycles += CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
     where = places, False, multiprocessors, whole, beside
-    tiles = block(CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
-    return cycles <= tiles
+    return cycles <= block(CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
 
 
 def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:

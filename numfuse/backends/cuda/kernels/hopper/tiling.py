@@ -112,9 +112,10 @@ HOPPER_BYTES = 2300
 #: Cycles in which a multiprocessor gets a line of 128 bytes.
 HOPPER_LINE = 1.74
 #: Rows of a product up to which so few blocks share a slice of Y (and more than one) that a
-#: multiprocessor gets slices at this rate, in bytes a cycle. (257 x 5632 x 6144 in float16 on an
-#: H100, microseconds: 64 x 128 63, 64 x 256 49, 128 x 256 60, or 43, 49 and 46 bytes a cycle; on an
-#: H200 64 x 128 49, or 57. Of 1024 rows 64 x 128 takes the time of the table.)
+#: multiprocessor gets slices at this rate, in bytes a cycle, by a block's rows. (257 x 6144 x 5632
+#: in float16, (out, in), on an H200, microseconds: 64 x 256 45, 128 x 192 54, 128 x 128 62, or 68,
+#: 51 and 35 bytes a cycle; 196 x 4544 x 6144 64 x 192 33, 128 x 128 35, or 58 and 52. Of 1024 rows
+#: 64 x 128 takes the time of the table.)
 HOPPER_FEW_ROWS, HOPPER_SLICE_BYTES = 640, {64: 62, 128: 48}
 #: Of so few rows one warp of a group has all of a block's epilogue, and a multiprocessor two such
 #: warps: with no more slices of K than this, and so many blocks of LOW_COLUMNS for each, blocks by

@@ -51,10 +51,10 @@ SPLIT_FLOPS, FINISH_FLOPS = 8, 6
 #: multiprocessor has so many a second. (On an H100 at 8192 cubed residues take 1.5 ms for both
 #: factors; on an H200 too, where what comes behind the products takes 1.0 ms, and 0.23 at 4096.)
 SPLIT_WORK, FINISH_WORK, ISSUED = 300, 28, 200e9
-#: The largest tile, and the rounds of
-#: blocks from which on it is taken in place of two consumers by turns: on an H200 these did 1.26
-#: POP/s at 4096 cubed, and the largest tile 1.64 there and 1.55 at 8192 cubed. The end of a block,
-#: reductions of its sums, is not hidden as the model of bfloat16 has it.
+#: The largest tile, and the rounds of blocks from which on it is taken in place of two consumers by
+#: turns: on an H200 these did 1.26 POP/s at 4096 cubed, and the largest tile 1.64 there and 1.55 at
+#: 8192 cubed. The end of a block, reductions of its sums, is not hidden as the model of bfloat16
+#: has it.
 LARGEST, ROUNDS = HOPPER_TILES[0][0], 16
 #: The share of the integers' rate that smaller tiles have.
 SMALLER = 0.81
