@@ -46,6 +46,8 @@ ROWS = tiling.CHAIN
 POINTS = 8
 #: Cells, at the most, and bytes of the sums of gradients that each has: beyond, fewer cells.
 MOST_CELLS, FEWEST_CELLS, SUMS_BYTES = 32, 16, 4 << 20
+#: Cells that copy a layer's weights, at the most, and bytes for each.
+MOST_PARTS, PART_BYTES = 8, 32 << 10
 #: Points times members of a backward whose blocks leave their stacks in the call's memory, at the
 #: most; blocks that there are at least, if each has so many points.  There is nothing to join then:
 #: 32 points of 256 columns spent 0.4 of their time with it, 256 points half.
@@ -341,7 +343,11 @@ def pack(
     """Return the step that tells where a layer's operands lie, and copies some to these places."""
     cell, (k, n) = network.cell(f.acc, "pack"), sizes
     slots = {"PACKED": packed_weights(at, f.acc), **given}
-    return plan_of(at, cell, f.networks, 1, slots, places, D_K=k, D_N=n), {}
+    copied = ("P_W", k * places["P_STEP"]), ("P_TURNED", n * places["P_TURNED_STEP"])
+    most = max((size for name, size in copied if places[name] >= 0), default=0)
+    parts = max(1, min(MOST_PARTS, most // PART_BYTES))
+    words = {**places, "N_CELLS": parts}
+    return plan_of(at, cell, f.networks * parts, 1, slots, words, D_K=k, D_N=n), {}
 
 
 def packed_weights(at: Layout, acc: str) -> Operand:

@@ -76,13 +76,23 @@ def own_words(descriptor: int, network: int, workspace: int) -> int:
     return workspace + d[N_OWN]
 
 
+def part_of(part: int, parts: int, rows: int) -> tuple[int, int]:
+    """Return the first row of a part of so many rows, and how many it has: wholes of a vector's."""
+    each = ((rows + parts - 1) // parts + LANES - 1) // LANES * LANES
+    first = min(part * each, rows)
+    return first, min(each, rows - first)
+
+
 def pack_cell(descriptor: int, cell: int, workspace: int) -> None:
     """Tell where a layer's weights, their transpose and its bias lie, and its gradients go.
 
-    Operands that are no rows of whole vectors are copied to the call's memory, padded with zeros;
-    gradients that are joined from several cells' have no address.
+    Operands that are no rows of whole vectors are copied to the call's memory, padded with zeros,
+    some rows of each by every cell of a network; gradients that are joined from several cells' have
+    no address.
     """
-    d = WORDS(OWN_WORDS(descriptor, cell, workspace))
+    cells = WORDS(descriptor)[N_CELLS]
+    d = WORDS(OWN_WORDS(descriptor, cell // cells, workspace))
+    part = cell % cells
     k, n, packed = d[D_K], d[D_N], d[SLOT_PACKED]
     w, row, column = d[SLOT_W], d[SLOT_W + 1], d[SLOT_W + 2]
     table = WORDS(packed + d[P_TABLE])
@@ -90,13 +100,18 @@ def pack_cell(descriptor: int, cell: int, workspace: int) -> None:
     table[3], table[4] = d[SLOT_D_W], d[SLOT_D_BIAS]
     if d[P_W] >= 0:
         table[0] = packed + d[P_W]
-        PAD(w, row, column, k, n, table[0], d[P_STEP])
+        first, rows = PART_OF(part, cells, k)
+        to = table[0] + first * d[P_STEP]
+        PAD(w + first * row, row, column, rows, n, to, d[P_STEP])
     if d[P_TURNED] >= 0:
         table[1] = packed + d[P_TURNED]
-        PAD(w, column, row, n, k, table[1], d[P_TURNED_STEP])
+        first, rows = PART_OF(part, cells, n)
+        to = table[1] + first * d[P_TURNED_STEP]
+        PAD(w + first * column, column, row, rows, k, to, d[P_TURNED_STEP])
     if d[P_BIAS] >= 0:
         table[2] = packed + d[P_BIAS]
-        PAD(d[SLOT_BIAS], 0, d[SLOT_BIAS + 2], 1, n, table[2], d[P_STEP])
+        if part == 0:
+            PAD(d[SLOT_BIAS], 0, d[SLOT_BIAS + 2], 1, n, table[2], d[P_STEP])
 
 
 def take(source: int, row: int, column: int, rows: int, n: int, target: int, step: int) -> None:
@@ -447,7 +462,7 @@ def names(acc: str) -> dict[str, Any]:
         "CALL_PRODUCT": intrinsics.make_call(11),
     }
     rows = take, pad, give, take_rows, give_rows
-    steps = own_words, *rows, results_of, results_step, stacks_of, open_rows, call_rows
+    steps = own_words, part_of, *rows, results_of, results_step, stacks_of, open_rows, call_rows
     for template in (*steps, forward_block, backward_block):  # each may call those before it
         words[template.__name__.upper()] = specialise.device(template, **words)
     return words
