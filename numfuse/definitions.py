@@ -284,8 +284,9 @@ def get(which: Any) -> UserEpilogue:
             )
         which = TABLE[which]
     if type(which) is UserEpilogue:
-        if which.formula is not None and which._numbers:
-            which.check(which.formula)
+        formula = which.formula
+        if formula is not None and which._numbers and not which.unchanged(formula):
+            which.check(formula)
         return which
     if not callable(which):
         raise TypeError(

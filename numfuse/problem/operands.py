@@ -239,7 +239,11 @@ def apart(
 
     With `in_place` an output may have exactly the elements of one of the others.
     """
-    if not in_place and lie_apart(others, outs):
+    rest = others
+    if in_place:
+        own = {id(out) for out in outs}
+        rest = tuple([x for x in others if id(x) not in own])
+    if lie_apart(rest, outs):
         return True
     seen = [*others]
     for out in outs:
