@@ -241,8 +241,11 @@ def apart(
     """
     rest = others
     if in_place:
-        own = {id(out) for out in outs}
-        rest = tuple([x for x in others if id(x) not in own])
+        own, left = set(map(id, outs)), []
+        for x in others:
+            if id(x) not in own:  # (a comprehension would open a frame)
+                left.append(x)
+        rest = tuple(left)
     if lie_apart(rest, outs):
         return True
     seen = [*others]
