@@ -406,18 +406,13 @@ def _parts(product: Product, device: DeviceInfo) -> int:
     return tiling.vector_parts(*_cost_of(p, busy), p.k // least_part(p), busy)
 
 
-def _fits_copies(operand: Operand) -> bool:
-    """Return whether the copy engine takes a factor of 16-bit values as it lies."""
-    return operand.runs_wide(1, 8) or operand.runs_wide(2, 8)
-
-
 def _take(product: Product, device: DeviceInfo, along: bool) -> Plan | None:
     p = product
     if not _takes(p, device, along):
         return None
     # wgmma reads a long factor as fast, where it need not be copied before
     half = intrinsics.itemsize(p.x.dtype) == 2 and device.capability[0] == 9
-    if half and p.n >= SIDE and p.k >= SIDE and _fits_copies(p.x) and _fits_copies(p.y):
+    if half and p.n >= SIDE and p.k >= SIDE and p.x.fits_copies() and p.y.fits_copies():
         return None
     return plan(p, device, _parts(p, device))
 

@@ -131,9 +131,9 @@ def _lies(product: Product) -> Lies:
     """Return how the factors lie; a copy has rows of whole lines."""
 
     def lines(operand: Operand) -> int:
-        near, far = sorted(map(abs, operand.strides[1:]))
-        whole = near == 1 and operand.alignment >= 16 and far % (16 // operand.itemsize) == 0
-        return 2 if whole and far * operand.itemsize % 128 else 1
+        # (one of the strides is 1, where it is taken as it lies)
+        row = operand.strides[1] * operand.strides[2] * operand.itemsize
+        return 2 if operand.fits_copies() and row % 128 else 1
 
     _, deep, own = product.y.strides
     return Lies(abs(own) < abs(deep), lines(product.x), lines(product.y))

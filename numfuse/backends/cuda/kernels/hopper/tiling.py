@@ -245,10 +245,9 @@ def ways(
     # copy engine as long: a slice of 128 x 96 takes 346 ns then, and one of 128 x 128 takes 330
     line = 64 if lies.across else 32
     for tile, _ in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
-        if tile.block_n % (unit * sums):
-            continue  # rows of shared memory have 64 bytes or 128
-        if tile.block_n % (line * sums) and tile.block_n > line * sums:
-            continue
+        columns = tile.block_n // sums
+        if columns % unit or (columns > line and columns % line):
+            continue  # (rows of shared memory have 64 bytes or 128)
         most = max(1, slices // HOPPER_PART) if free else 1
         for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
             if -(-slices // -(-slices // parts)) == parts:
@@ -266,8 +265,8 @@ def cycles(
         each = each * split // 6
     else:
         each = max(each, HOPPER_LINE * (tile.block_m * lies.x_lines + tile.block_n * lies.y_lines))
-    if not split and 64 < m <= HOPPER_FEW_ROWS:
-        each = max(each, 128 * (tile.block_m + tile.block_n) / HOPPER_SLICE_BYTES[tile.block_m])
+        if 64 < m <= HOPPER_FEW_ROWS:
+            each = max(each, 128 * (tile.block_m + tile.block_n) / HOPPER_SLICE_BYTES[tile.block_m])
     work = -(-slices // parts) * each
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
     elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
