@@ -694,6 +694,9 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     if text.startswith("cp.async"):
         size = int(re.findall(r"\], (\d+)", text)[0])
         return lambda m, a: m.copy(size, a)
+    if "@p cp.async" in text:
+        size = int(re.findall(r"\], (\d+)", text)[0])
+        return lambda m, a: m.copy(size, a[:2]) if a[2] > a[3] else None
     if text.startswith("ldmatrix"):
         what = "ldmatrix.trans" if ".trans" in text else "ldmatrix"
         return lambda m, a: m.wait(what, a[0])

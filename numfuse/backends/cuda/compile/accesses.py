@@ -262,6 +262,17 @@ def fetch(bytes_: int, partial: bool = False, ahead: str = ".L2::128B") -> Any:
 
 
 @functools.cache
+def fetch_where(bytes_: int, ahead: str = ".L2::128B") -> Any:
+    """``copy(shared, address, count, least)``: as `fetch`, where `count` exceeds `least`.
+
+    Else nothing is read, and shared memory stays as it is.
+    """
+    cache = "cg" if bytes_ == 16 else "ca"
+    text = f"cp.async.{cache}.shared.global{ahead} [$0], [$1], {bytes_};"
+    return instruction(f"{{ .reg .pred p; setp.gt.s32 p, $2, $3; @p {text} }}", "", "rlrr")
+
+
+@functools.cache
 def fetch_wait(pending: int) -> Any:
     """cp.async.wait_group (9.7.9.25.3.3): at most so many of the latest groups are on their way."""
     return instruction(f"cp.async.wait_group {pending};")

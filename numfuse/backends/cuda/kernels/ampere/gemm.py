@@ -87,7 +87,10 @@ def block_product(
     y_at = y.address + place * y.place
     y_at = y_at + i64(first_column + own_column) * y.column + i64(k0 + y_along) * y.row
     x_left, y_left = i32(m - row0 - x_own), i32(end_column - first_column - own_column)
-    whole = row0 + BLOCK_M <= m and column0 + COLUMNS <= n
+    # each copy is of values that all lie inside of the factor's own axis, or all outside
+    whole = (row0 + BLOCK_M <= m or m % X_ABREAST == 0) and (
+        column0 + COLUMNS <= n or end_column % Y_ABREAST == 0
+    )
     x_step, y_step = x.row * X_OWN_GAP, y.column * Y_OWN_GAP
     x_k_step = x.column * X_K_STEP - x.row * X_BACK
     y_k_step = y.row * Y_K_STEP - y.column * Y_BACK
@@ -103,10 +106,14 @@ def block_product(
     # a factor that goes through registers is loaded a slice ahead of what is put
     if X_HELD:
         x_held = cuda.local.array(X_HELD, dtype=X_REGISTER)
+        for i in unrolled(X_HELD):
+            x_held[i] = X_REGISTER(0)
         X_AHEAD(x_held, x_at, x_left, k_left, x_along, whole, x_step, x_k_step)
         x_at = x_at + x_slice
     if Y_HELD:
         y_held = cuda.local.array(Y_HELD, dtype=Y_REGISTER)
+        for i in unrolled(Y_HELD):
+            y_held[i] = Y_REGISTER(0)
         Y_AHEAD(y_held, y_at, y_left, k_left, y_along, whole, y_step, y_k_step)
         y_at = y_at + y_slice
     write = i32(0)
@@ -167,10 +174,12 @@ def block_product(
                 for q in unrolled(PARTS):
                     MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
                     for c in unrolled(q * X_COPIES // PARTS, (q + 1) * X_COPIES // PARTS):
-                        X_COPY(x_next + X_OFFSETS[c], x_run)
+                        own = c % X_OWN_REPEATS * X_OWN_GAP
+                        X_COPY(x_next + X_OFFSETS[c], x_run, x_left, own)
                         x_run = advance(x_run, x_step if (c + 1) % X_OWN_REPEATS else x_k_step)
                     for c in unrolled(q * Y_COPIES // PARTS, (q + 1) * Y_COPIES // PARTS):
-                        Y_COPY(y_next + Y_OFFSETS[c], y_run)
+                        own = c % Y_OWN_REPEATS * Y_OWN_GAP
+                        Y_COPY(y_next + Y_OFFSETS[c], y_run, y_left, own)
                         y_run = advance(y_run, y_step if (c + 1) % Y_OWN_REPEATS else y_k_step)
             else:
                 if k_left > 0:

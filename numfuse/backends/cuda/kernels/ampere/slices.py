@@ -1,7 +1,9 @@
 """How a factor's slices come to shared memory, in the kernel of `blocks`.
 
 By cp.async as they lie in memory, or through registers what it cannot copy or turn. Lengths are
-masked here: what lies beyond the factor's end arrives as zeros.
+masked here: what lies beyond the end of K arrives as zeros. Of a slice that K fills, lines beyond
+the end of the factor's own axis are not fetched at all, and shared memory has there what it had:
+these reach no sum that is stored.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -71,6 +73,11 @@ class Fetch:
     def gap(self) -> int:
         """Distance of a thread's copies along the own axis in memory."""
         return self.steps[0] // (2 if self.paired else 1)
+
+    @property
+    def abreast(self) -> int:
+        """Values of one copy along the own axis."""
+        return 1 if self.along_k else self.values
 
     @property
     def repeats(self) -> tuple[int, int]:
@@ -154,19 +161,20 @@ def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
 
 
 def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step):
-    """A thread's values of a slice, from `at`, to registers; beyond the factor's end zeros.
+    """A thread's values of a slice, from `at`, to registers; beyond the end of K zeros.
 
     Of a slice that begins there nothing is loaded: it is never multiplied.
     """
     if whole and k_left >= BLOCK_K:
         for a in unrolled(K_REPEATS):
             for b in unrolled(OWN_REPEATS):
-                if VALUES == 1:
-                    registers[a * OWN_REPEATS + b] = LOAD_ONE(at)
-                else:
-                    loaded = LOAD(at)
-                    for v in unrolled(VALUES):
-                        registers[(a * OWN_REPEATS + b) * VALUES + v] = loaded[v]
+                if own_left > b * OWN_GAP:
+                    if VALUES == 1:
+                        registers[a * OWN_REPEATS + b] = LOAD_ONE(at)
+                    else:
+                        loaded = LOAD(at)
+                        for v in unrolled(VALUES):
+                            registers[(a * OWN_REPEATS + b) * VALUES + v] = loaded[v]
                 at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
     elif k_left > 0:
         here = i32(k_left - along)
@@ -197,6 +205,7 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
     found: dict[str, Any] = {name: f[name] for name in names} | {
         "FIRST": inlined(_first, **f),
         "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_GAP"],
+        "ABREAST": fetch.abreast,
         "OFFSETS": fetch.copies,
         "HELD": 0,
         "COPIES": 0,
@@ -217,7 +226,7 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         part = accesses.fetch(bytes_, partial=True)
         found |= {
             "COPIES": count,
-            "COPY": accesses.fetch(bytes_),
+            "COPY": accesses.fetch_where(bytes_),
             "MASKED": inlined(_masked_copies, COPY_PART=part, **f),
         }
     return {f"{axis}_{name}": value for name, value in found.items()}
