@@ -186,11 +186,11 @@ class CudaBlock:
 #: registers, with two blocks on a multiprocessor, 2896).
 CORE_BLOCKS = (
     CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
-    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.94),
-    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.8),
-    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.48),
-    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.44),
-    CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=1.0, kept="shared"),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.98),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.86),
+    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.62),
+    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.59),
+    CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=1.02, kept="shared"),
 )
 #: Shared memory of a multiprocessor that holds two blocks of the last of them, sums included.
 CORE_SHARED = 200 << 10
@@ -235,13 +235,14 @@ HALF_BLOCKS_HELD = (
 )
 #: Sums that keep a multiprocessor's tensor cores busy. Fewer do less: their share of them to the
 #: power of 0.6, in float64 of 0.4. On CUDA cores it is warps that count, as none has the next slice
-#: ready while it multiplies this one. Numbers and powers are fitted to sweeps of an H200, as the
-#: speeds of `CORE_BLOCKS` and `DOUBLE_BLOCKS` are.
+#: ready while it multiplies this one: those of a scheduler, of which the one with the most is the
+#: last. (Three blocks of two warps: two of four schedulers have two.) Numbers and powers are
+#: fitted to sweeps of an H200, as the speeds of `CORE_BLOCKS` and `DOUBLE_BLOCKS` are.
 BUSY_SUMS, BUSY_SUMS_POWER = 12288, 0.6
 DOUBLE_BUSY_SUMS, DOUBLE_BUSY_POWER = 14800, 0.4
-BUSY_WARPS, BUSY_WARPS_POWER = 4.6, 1.1
+SCHEDULERS, BUSY_WARPS, BUSY_WARPS_POWER = 4, 2.1, 0.35
 #: Values of K in the time of which a block begins and ends, on tensor cores and on CUDA cores.
-FILL, CORE_FILL = 64, 92
+FILL, CORE_FILL = 64, 36
 #: Rounds of blocks that the parts of a sum may fill, beyond two, and from which K on: 72 blocks
 #: fill half of 132 multiprocessors, 3 parts of each 1.6 rounds, 11 six. (A float64 d_b of 768 x 768
 #: over 106,496 rows was at 34 TFLOP/s in one part, where d_a was at 53.)
@@ -260,7 +261,7 @@ EVEN = 8
 #: What a join takes to begin and end, in multiply-adds of one multiprocessor, by tensor cores, by
 #: these in float64 and by CUDA cores (2 to 3 us), and what a value of a plane takes on its way
 #: through memory, in those of all.
-LAUNCH_COST, DOUBLE_LAUNCH, CORE_LAUNCH = 1_400_000, 800_000, 470_000
+LAUNCH_COST, DOUBLE_LAUNCH, CORE_LAUNCH = 1_400_000, 800_000, 400_000
 PLANE_COST = 50
 #: And a launch that runs beside the one before it: what its blocks wait for at their end. (A guess
 #: that no GPU has timed.)
@@ -441,7 +442,8 @@ def _work(tile: CudaBlock, blocks: int, part: int, multiprocessors: int) -> floa
 
 def _warps_busy(warps: float) -> float:
     """Return the share of CUDA cores that so many warps of a multiprocessor keep busy."""
-    return float(min(1.0, warps / BUSY_WARPS) ** BUSY_WARPS_POWER)
+    most = -(-warps // SCHEDULERS)
+    return float(warps / (SCHEDULERS * most) * min(1.0, most / BUSY_WARPS) ** BUSY_WARPS_POWER)
 
 
 def _counts(

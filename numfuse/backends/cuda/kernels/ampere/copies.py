@@ -16,9 +16,10 @@ from numfuse.backends.cuda.tiling import CudaBlock
 
 #: Shares of a product's time that X and Y take when they are turned in registers. (On an H200
 #: 4096 x 1024 x 4096 takes 1.015 times as long with X in blocks of 64 x 128, 1.03 in 64 x 64;
-#: 2048 cubed with both 1.15 and 1.13; 577 x 1792 x 6144 in 64 x 64 1.19.) And in slices of 8, of
-#: which a thread's neighbours have less of a line, as a sweep has them.
-TURNED, TURNED_SHORT = (0.03, 0.14), (0.07, 0.33)
+#: 2048 cubed with both 1.15 and 1.13.) And in slices of 8, of which a thread's neighbours have less
+#: of a line: 577 x 1792 x 6144, (out, in), takes 339 us with Y copied, 350 with both. Fitted to 330
+#: ways of 50 products, as what follows is.
+TURNED, TURNED_SHORT = (0.03, 0.18), (0.04, 0.28)
 #: And a factor that comes by so many values at a time: one by one a product takes 1.2 to 1.4 times
 #: as long with both; two at a time is a guess between that and nothing.
 NARROW = {1: 0.13, 2: 0.05}
@@ -28,8 +29,8 @@ REACHED = 0.87
 #: 3.7 TB/s are 64, measured for 64 MiB; smaller ones take longer, by the same sweep. And what a
 #: copy takes to begin and end (2 us): the launch behind it is ready by then, as all of these
 #: overlap.
-COPY_COST = 80
-COPY_START = 450_000
+COPY_COST = 85
+COPY_START = 400_000
 #: Rows and columns of a result for whose whole numbers a factor is read.
 WHOLE = 64
 
