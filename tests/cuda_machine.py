@@ -462,8 +462,8 @@ class Machine:
             return [values[lane ^ int(mask)][0] for lane, (_, mask) in enumerate(values)]
         if what == "same":
             return [values[0][0]] * 32
-        if what == "stmatrix":
-            return self._store_matrices(values)
+        if what.startswith("stmatrix"):
+            return self._store_matrices(values, what.endswith("trans"))
         if "wgmma" in what:
             return cuda_wgmma.together(what, self.shared, self.current.number // 32 % 4, values)
         if what.startswith("ldmatrix"):
@@ -484,10 +484,11 @@ class Machine:
             found.append(np.ascontiguousarray(matrix.T if turned else matrix).view(np.int32))
         return [[int(m[lane >> 2, lane & 3]) for m in found] for lane in range(32)]
 
-    def _store_matrices(self, values: list[Any]) -> list[Any]:
+    def _store_matrices(self, values: list[Any], turned: bool) -> list[Any]:
         for i in range(4):
             words = np.array([own[1 + i] for own in values], np.int64).astype(np.uint32)
-            rows = words.reshape(8, 4)
+            rows = words.reshape(8, 4).view(np.uint16)
+            rows = np.ascontiguousarray(rows.T) if turned else rows
             for r in range(8):
                 self.write("shared", values[8 * i + r][0], rows[r].tobytes())
         return [None] * 32
@@ -670,7 +671,8 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     if text.startswith(("fence.proxy.async", "prefetch.global")):
         return lambda m, a: None
     if text.startswith("stmatrix"):
-        return lambda m, a: m.wait("stmatrix", a)
+        what = "stmatrix.trans" if ".trans" in text else "stmatrix"
+        return lambda m, a: m.wait(what, a)
     if text.startswith("shfl.sync.idx"):
         return lambda m, a: m.wait("same", a)
     if "set.gt" in text:

@@ -64,19 +64,24 @@ copy_fence = instruction("fence.proxy.async.shared::cta;")
 
 
 # --- matrices of a warp ---------------------------------------------------------------------------
-def store_matrix(builder: Any, address: Any, words: Sequence[Any]) -> None:
-    """stmatrix.x4 (9.7.14.5.16): four 8 x 8 matrices of 16-bit values.
+def store_matrix(builder: Any, address: Any, words: Sequence[Any], turned: bool = False) -> None:
+    """stmatrix.x4, .trans where `turned` (9.7.14.5.16): four 8 x 8 matrices of 16-bit values.
 
     Lane l gives the address of row l % 8 of matrix l // 8.
     """
-    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    trans = ".trans" if turned else ""
+    text = f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [$0], {{$1, $2, $3, $4}};"
     emit(builder, text, "", "rrrrr", [address, *words], "convergent")
 
 
-#: `store_matrix`
+#: `store_matrix`, and the same turned
 matrix_store = intrinsic_of(
     "matrix_store", "", "rrrrr", lambda builder, at, *words: store_matrix(builder, at, words)
 )
+matrix_store_turned = intrinsic_of(
+    "matrix_store", "turned", "rrrrr",
+    lambda builder, at, *words: store_matrix(builder, at, words, True),
+)  # fmt: skip
 
 
 def load_matrix(builder: Any, address: Any, turned: bool) -> list[Any]:
@@ -91,9 +96,12 @@ def load_matrix(builder: Any, address: Any, turned: bool) -> list[Any]:
     return found
 
 
-#: `load_matrix`, not turned
+#: `load_matrix`, not turned and turned
 matrix_load = intrinsic_of(
     "matrix_load", "", "r", lambda builder, at: load_matrix(builder, at, False), "rrrr"
+)
+matrix_load_turned = intrinsic_of(
+    "matrix_load", "turned", "r", lambda builder, at: load_matrix(builder, at, True), "rrrr"
 )
 
 

@@ -19,6 +19,10 @@ consumer has read it).  In the "cooperative" schedule each consumer has 64 rows 
 "ping-pong" each has a block of its own, and while one finishes its block, the other multiplies:
 `turn` keeps them from multiplying at the same time.
 
+A block may lie on its side (`sideways`): the instruction's rows are columns of the result then. X
+and Y change places for all but the end of a block, and so do m and n in `Work` and the first row
+and column of a `Unit`.
+
 Templates trust `tier`.  UPPER-case names are bound in `kernel`; `unroll` writes loops over
 accumulators out.
 """
@@ -71,6 +75,7 @@ from numfuse.backends.cuda.kernels.hopper.mainloop import (
 )
 from numfuse.backends.cuda.kernels.hopper.producer import produce, unit_at
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Unit, Work
+from numfuse.backends.cuda.kernels.hopper.sideways import finish_sideways
 from numfuse.backends.cuda.kernels.residues.store import store_residues
 
 
@@ -154,6 +159,8 @@ def first_boxes(extra_map, staging, arrived, here: Unit):
     store_wait_read0()
     for c in unrolled(CHUNKS):
         row, column = here.row0 + c // ROW_CHUNKS * 64, here.column0 + c % ROW_CHUNKS * WIDTH
+        if SIDEWAYS:
+            row, column = here.column0 + c * PIECE_ROWS, here.row0
         if c < BUFFERS:
             barrier, buffer = arrived + 8 * c, staging + BUFFER_BYTES * c
             barrier_expect(barrier, BUFFER_BYTES)
@@ -214,7 +221,12 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
         if EXTRA == "map":
             if leader:
                 first_boxes(maps.extra, staging, arrived, here)
-        if BIAS != "":
+        if BIAS != "" and SIDEWAYS:
+            biases_at = ends.bias.address + here.place * ends.bias.place * BIAS_SIZE
+            for i in unrolled(2):
+                column = here.row0 + row_of(thread) + 8 * i
+                ahead[i] = load_bias(biases_at, column, work.m, ends.bias.column)
+        elif BIAS != "":
             # a thread's columns wait in registers until the block's products are there
             biases_at = ends.bias.address + here.place * ends.bias.place * BIAS_SIZE
             for i in unrolled(BIASES):
@@ -246,7 +258,7 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
             stage, parity = multiply_slices(
                 acc, shared, x_offset, stage, parity, count, next_turn, leader
             )
-        if BIAS != "":
+        if BIAS != "" and not SIDEWAYS:
             # two places by turns: no warp is still reading the block's before the last
             if BIAS_PLACES == 1:
                 all_of_a_block(consumer)
@@ -258,6 +270,21 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
             row = here.row0 + 16 * (thread >> 5) + ((thread & 31) >> 2)
             column = here.column0 + 16 * (thread & 3)
             store_residues(acc, at, here.place, row, column, work.m, work.n)
+        elif SIDEWAYS:
+            finish_sideways(
+                total,
+                maps,
+                ahead,
+                ends,
+                sums,
+                staging,
+                arrived,
+                extra_parity,
+                consumer,
+                thread,
+                here,
+                work,
+            )
         else:
             finish(
                 total,
@@ -277,7 +304,7 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
             turned ^= BIAS_BYTES
         if EXTRA == "map":
             extra_parity ^= TURNS
-        if SUMS:
+        if SUMS and not SIDEWAYS:
             sum_columns(total, sums, staging, consumer, thread, here, work.m, work.n)
         unit += block_count()
         if PING_PONG:

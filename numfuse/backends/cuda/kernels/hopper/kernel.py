@@ -135,10 +135,19 @@ class Gemm:
     @property
     def width(self) -> int:
         """Columns of the pieces in which the epilogue takes a block."""
+        if self.tile.sideways:
+            return 64
         return 32 if self.pre1 == "map" else box_width(self.columns)
 
     @property
+    def piece_rows(self) -> int:
+        """Rows of these pieces."""
+        return self.tile.piece_rows if self.tile.sideways else 64
+
+    @property
     def chunks(self) -> int:
+        if self.tile.sideways:
+            return self.columns // self.piece_rows
         return self.tile.halves * self.columns // self.width
 
     @property
@@ -147,7 +156,9 @@ class Gemm:
 
         Four in "ping-pong" would cost a stage of the ring: 0-2% slower at K = 4096.
         """
-        return 1 if self.alone and self.pre == "map" else min(2, self.chunks)
+        if self.tile.sideways or (self.alone and self.pre == "map"):
+            return 1
+        return min(2, self.chunks)
 
     @property
     def _staged_pieces(self) -> int:
@@ -157,7 +168,7 @@ class Gemm:
     @property
     def alone(self) -> bool:
         """Whether a warp has the copy engine store its rows without waiting for the others."""
-        return self.out == "map" and self.extra != "map"
+        return self.out == "map" and self.extra != "map" and not self.tile.sideways
 
     @property
     def two_biases(self) -> bool:
@@ -176,8 +187,8 @@ class Gemm:
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes of a block's biases as float32."""
-        return 512 * self._bias_rounds if self.bias else 0
+        """Bytes of a block's biases as float32; of a block on its side registers have them."""
+        return 512 * self._bias_rounds if self.bias and not self.tile.sideways else 0
 
     @property
     def bias_places(self) -> int:
@@ -189,8 +200,8 @@ class Gemm:
 
     @property
     def staging_bytes(self) -> int:
-        needed = self._staged_pieces * 128 * self.width if self.staged else 0
-        if self.sums:
+        needed = self._staged_pieces * 2 * self.width * self.piece_rows if self.staged else 0
+        if self.sums and not self.tile.sideways:
             needed = max(needed, 16 * self.tile.block_n)
         return -(-needed // 1024) * 1024 * self.tile.consumers
 
@@ -225,13 +236,13 @@ class Gemm:
     def bindings(self) -> dict[str, Any]:
         """All UPPER-case names of the templates."""
         t = self.tile
-        b = bound(t, "block_m block_n group ping_pong consumers halves")
+        b = bound(t, "block_m block_n group ping_pong consumers halves sideways")
         b |= bound(
             self,
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
             " bias_at full_at bias_bytes bias_places alone buffers width chunks staged out extra"
             " bias sums columns two_terms two_sums two_rights two_biases bias1 pre pre1 woven"
-            " woven_out y_columns y_box x_bytes",
+            " woven_out y_columns y_box x_bytes piece_rows",
         )
         b |= {
             "DEPTH": DEPTHS.get(self.operands, 64),
@@ -241,10 +252,10 @@ class Gemm:
             # sums of a thread for 8 columns of the result; from one of an element to the other
             "EACH": 8 if self.woven else 4,
             "PARTNER": 1 if self.woven else t.block_n // 4,
-            "BIASES": self._bias_rounds,
+            "BIASES": 2 if t.sideways else self._bias_rounds,
             "OWN_STAGING": self.staging_bytes // t.consumers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self._staged_pieces,
-            "ROW_CHUNKS": self.columns // self.width,
+            "ROW_CHUNKS": max(1, self.columns // self.width),
             # a bit of each buffer that an odd number of pieces of a block arrives in
             "TURNS": sum(
                 1 << i for i in range(self.buffers) if len(range(i, self.chunks, self.buffers)) % 2

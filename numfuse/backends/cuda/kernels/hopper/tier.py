@@ -24,6 +24,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
     hopper_cut,
     hopper_splits,
     hopper_tile,
+    sideways_tiles,
     too_low,
 )
 from numfuse.backends.cuda.kernels.hopper.tiling import ways as hopper_ways
@@ -78,7 +79,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if kind in HALF and too_low(m, n, slices, places, device.multiprocessors):
         return None
     rows = _stored_by_rows(product, kind)
-    lies = _lies(product)
+    lies = _lies(product, kind)
     how: dict[str, Any] = {"split": split, "heavy": product.is_curved, "rows": rows, "lies": lies}
     sizes = m, n, slices, places, device.multiprocessors
     if not (product.free or product.whole or product.is_rich):
@@ -121,14 +122,14 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     cut = not (p.whole or p.has_two_sums)
     sums = 1 + p.has_two_sums
     rows = _stored_by_rows(p, kind)
-    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, _lies(p), sums
+    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, _lies(p, kind), sums
     for cost, tile, parts in hopper_ways(p.m, p.n, slices, p.places, device.multiprocessors, *how):
         name = f"{tile}, K in {parts} parts" if parts > 1 else str(tile)
         yield Way(name, cost, partial(plan_with, p, kind, device, tile, parts))
 
 
-def _lies(product: Product) -> Lies:
-    """Return how the factors lie; a copy has rows of whole lines."""
+def _lies(product: Product, kind: str) -> Lies:
+    """Return how the factors and blocks lie; a copy has rows of whole lines."""
 
     def lines(operand: Operand) -> int:
         # (one of the strides is 1, where it is taken as it lies)
@@ -136,7 +137,25 @@ def _lies(product: Product) -> Lies:
         return 2 if operand.fits_copies() and row % 128 else 1
 
     _, deep, own = product.y.strides
-    return Lies(abs(own) < abs(deep), lines(product.x), lines(product.y))
+    return Lies(
+        abs(own) < abs(deep), lines(product.x), lines(product.y), _on_its_side(product, kind)
+    )
+
+
+def _on_its_side(product: Product, kind: str) -> str:
+    """Return which blocks may lie on their side, as `Lies` has it.
+
+    Those of one sum in 16 bits, whose factors come as they lie, X along K, and whose results and
+    operand are moved in boxes; planes of a sum in parts are not.
+    """
+    p, tiles = product, sideways_tiles(product.m)
+    if not tiles or kind not in HALF:
+        return ""
+    if p.has_two_sums or p.bias1 is not None or p.pre1 is not None or p.woven:
+        return ""
+    if _factors(p, kind, tiles[0], tiles[0].block_n) is None:
+        return ""
+    return "parts" if _ways_sideways(p, p.out, tiles[0]) is None else "all"
 
 
 def _stored_by_rows(product: Product, kind: str) -> bool:
@@ -162,6 +181,8 @@ def plan_with(
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
     columns = tile.block_n // (1 + product.has_two_sums)
+    if tile.sideways:
+        m, n = n, m
     row_blocks, column_blocks = -(-m // tile.block_m), -(-n // columns)
     units = row_blocks * column_blocks * places * parts
     found = _factors(product, kind, tile, columns)
@@ -171,7 +192,13 @@ def plan_with(
     planes = Planes.padded(product, parts)
     product = planes.stored
     out = product.out
-    ways = _ways(product, out, box_width(columns))
+    if tile.sideways:
+        boxes = _ways_sideways(product, out, tile)
+        if boxes is None:
+            return None
+        ways = boxes
+    else:
+        ways = _ways(product, out, box_width(columns))
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.stage_bytes
     if gemm.planes == 1:
@@ -207,7 +234,8 @@ def plan_with(
     launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
     launches = (*(made for f in found.values() for made in f.launches), launch)
     shown = f"{tile}, {gemm.stages} stages"
-    made = planes.plan(launches, device, shown, 64 * tile.halves, overlaps=True)
+    rows = tile.rows if tile.sideways else 64 * tile.halves
+    made = planes.plan(launches, device, shown, rows, overlaps=True)
     return replace(made, part=part_slices if parts > 1 else 0)
 
 
@@ -216,8 +244,11 @@ def _factors(
 ) -> dict[str, Factor] | None:
     """How a kernel with so many columns of the result in a block gets its factors.
 
-    Factors that are the even and the odd columns of one array are this one, as "y".
+    Factors that are the even and the odd columns of one array are this one, as "y". For blocks on
+    their side see `_factors_sideways`.
     """
+    if tile.sideways:
+        return _factors_sideways(product, kind, tile)
     right = columns
     names = "x", "y", "x1", "y1"
     if product.woven:
@@ -233,6 +264,33 @@ def _factors(
                 return None
             found[name] = factor
     return found
+
+
+def _factors_sideways(product: Product, kind: str, tile: HopperTile) -> dict[str, Factor] | None:
+    """Return the same for blocks on their side, where factors change places.
+
+    They are taken as they lie alone, and the instruction's Y along K alone.
+    """
+    upright = replace(tile, sideways=False)
+    found = _factors(_turned(product), kind, upright, tile.block_n)
+    if found is None or any(f.launches for f in found.values()) or found["y"].turned:
+        return None
+    names = {"x": "y", "y": "x", "x1": "y1", "y1": "x1"}
+    return {name: replace(f, slot=Slot(names[name])) for name, f in found.items()}
+
+
+def _turned(product: Product) -> Product:
+    """Return the product whose factors make the same sums, turned: (X Y)^T = Y^T X^T."""
+
+    def turned(operand: Operand | None) -> Any:
+        if operand is None:
+            return None
+        place, row, column = operand.strides
+        return replace(operand, strides=(place, column, row))
+
+    p = product
+    right = {"x": turned(p.y), "x1": turned(p.y1)}
+    return replace(p, m=p.n, n=p.m, y=turned(p.x), y1=turned(p.x1), **right)
 
 
 class _Ways(NamedTuple):
@@ -274,6 +332,21 @@ def _ways(product: Product, out: Operand, width: int) -> _Ways:
         out_map = _boxed(out, product, narrow, rows)
         extra_map = _boxed(extra, product, narrow, 64) if extra_map and extra else None
     return _Ways("map", way, out_map, extra_map, *pre_maps)
+
+
+def _ways_sideways(product: Product, out: Operand, tile: HopperTile) -> _Ways | None:
+    """Return the same for blocks on their side; None where there is no such way."""
+    extra, pre = product.extra, product.pre
+    if out.dtype == "float32":
+        return _Ways("float32", "") if extra is None and pre is None else None
+    arrays = [x for x in (out, extra, pre) if x is not None]
+    if (extra is not None and not extra.strides[2]) or any(x.dtype not in HALF for x in arrays):
+        return None
+    maps = {id(x): _boxed(x, product, 64, tile.piece_rows) for x in arrays}
+    if None in maps.values():
+        return None
+    of_extra, of_pre = (None if x is None else maps[id(x)] for x in (extra, pre))
+    return _Ways("map", "" if extra is None else "map", maps[id(out)], of_extra, of_pre)
 
 
 def _gemm(

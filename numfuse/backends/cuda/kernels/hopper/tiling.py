@@ -20,6 +20,9 @@ class HopperTile:
     consumers: int
     #: Whether each of them has a block of its own, and not 64 rows of one.
     ping_pong: bool
+    #: Whether a block lies on its side: `block_m` are columns of the result and `block_n` rows,
+    #: any multiple of 8.
+    sideways: bool = False
     #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
     group: int = 8
 
@@ -28,7 +31,25 @@ class HopperTile:
         """Tiles of 64 rows that a group has of a block."""
         return self.block_m // 64 if self.ping_pong else self.block_m // 64 // self.consumers
 
+    @property
+    def rows(self) -> int:
+        """Rows of the result in a block."""
+        return self.block_n if self.sideways else self.block_m
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows of the pieces in which a block on its side is stored."""
+        return self.block_n if self.block_n <= 128 else self.block_n // 2
+
+    def blocks(self, m: int, n: int) -> int:
+        """Return how many blocks a result of m rows and n columns has."""
+        if self.sideways:
+            m, n = n, m
+        return -(-m // self.block_m) * -(-n // self.block_n)
+
     def __str__(self) -> str:
+        if self.sideways:
+            return f"{self.block_n}x{self.block_m}x64 sideways"
         schedule = "ping-pong" if self.ping_pong else "cooperative"
         return f"{self.block_m}x{self.block_n}x64 {schedule}"
 
@@ -42,6 +63,8 @@ class Lies(NamedTuple):
     #: with one.
     x_lines: int = 1
     y_lines: int = 1
+    #: Whether a block may lie on its side: no (""), of a part of K alone ("parts"), or any ("all").
+    sideways: str = ""
 
 
 PLAIN = Lies()
@@ -80,6 +103,18 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(64, 64, 1, False), 245),
     (HopperTile(64, 32, 1, False), 305),
 )
+#: The same of blocks on their side, by rows of the instruction: cycles of a slice, and more of them
+#: for each of its columns; but no less than so many of these. (As the table has them.)
+SIDEWAYS_SLICE = {128: (125.0, 3.5, 4.45), 64: (105.0, 2.1, 2.5)}
+#: The same as `HOPPER_SLICE_BYTES` of these. (On an H200, microseconds on their side and upright:
+#: 257 x 6144 x 5632 in float16, (out, in), 88 x 128 37.4 and 64 x 256 45.1; 257 x 5632 x 6144
+#: 144 x 128 39.5 and 42.3; 576 x 2336 x 3528 144 x 128 21.0 and 128 x 192 25.2; in bfloat16
+#: 577 x 1664 x 5632, (out, in), 208 x 128 21.8 and 128 x 224 23.1; 196 x 4544 x 5120 72 x 128 28.2
+#: and 64 x 192 30.7; 77 x 2048 x 5120 80 x 64 13.1 and 128 x 64 14.2.)
+SIDEWAYS_BYTES = {64: 57, 128: 50}
+#: Rows of a result up to which blocks lie on their side, from one more than those that the smallest
+#: block above has; and the most rows of such a block.
+SIDEWAYS_ROWS, SIDEWAYS_MOST = (65, 1024), 256
 #: The same for six products of bfloat16 parts, of which a thread has two sets of accumulators, with
 #: the time in which it makes its own parts (of three products, half of them: no GPU has timed
 #: these). Only two groups by turns hide that. Forward with gelu on an H200, 128 x 128 cooperative /
@@ -169,6 +204,22 @@ def too_low(m: int, n: int, slices: int, places: int, multiprocessors: int) -> b
     return m <= LOW_ROWS and slices <= LOW_SLICES and blocks >= LOW_ROUNDS * multiprocessors
 
 
+def sideways_tiles(m: int) -> list[HopperTile]:
+    """Return the blocks on their side that fill so many rows better than upright ones do."""
+    least, most = SIDEWAYS_ROWS
+    if not least <= m <= most:
+        return []
+    found: dict[int, None] = {}
+    upright = -(-m // 64) * 64
+    for count in range(-(-m // SIDEWAYS_MOST), -(-m // 64) + 1):
+        rows = -(-m // count)
+        # (of more than 128 a block is stored in two halves of whole eights)
+        rows = -(-rows // 8) * 8 if rows <= 128 else -(-rows // 16) * 16
+        if rows >= 64 and -(-m // rows) * rows < upright:
+            found[rows] = None
+    return [HopperTile(64 * c, rows, c, False, True) for rows in found for c in (2, 1)]
+
+
 def box_width(columns: int) -> int:
     """Return the columns of a box of a block so wide, of which rows have 128 bytes or 64."""
     return 32 if columns % 64 else 64
@@ -215,7 +266,7 @@ def hopper_cut(
         return None
     sizes = m, n, slices, places, multiprocessors, split, False, False
     one, tile, _ = _cheapest(*sizes, False, lies, 1)
-    if -(-m // tile.block_m) * -(-n // tile.block_n) * places >= multiprocessors:
+    if tile.blocks(m, n) * places >= multiprocessors:
         return None
     cycles, tile, parts = _cheapest(*sizes, True, lies, 1)
     least = nbytes / HOPPER_BYTES
@@ -244,12 +295,19 @@ def ways(
     # of a Y across K, a box has 64 columns that begin a line of the L2 cache; one of 32 takes the
     # copy engine as long: a slice of 128 x 96 takes 346 ns then, and one of 128 x 128 takes 330
     line = 64 if lies.across else 32
+    tiles = []
     for tile, _ in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
         columns = tile.block_n // sums
-        if columns % unit or (columns > line and columns % line):
-            continue  # (rows of shared memory have 64 bytes or 128)
-        most = max(1, slices // HOPPER_PART) if free else 1
+        # (rows of shared memory have 64 bytes or 128)
+        if columns % unit == 0 and (columns <= line or columns % line == 0):
+            tiles.append(tile)
+    if lies.sideways and sums == 1:
+        tiles += sideways_tiles(m)
+    most = max(1, slices // HOPPER_PART) if free else 1
+    for tile in tiles:
         for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
+            if tile.sideways and parts == 1 and lies.sideways != "all":
+                continue
             if -(-slices // -(-slices // parts)) == parts:
                 sizes = m, n, slices, places, multiprocessors
                 yield cycles(tile, parts, *sizes, split, heavy, rows, lies), tile, parts
@@ -260,15 +318,23 @@ def cycles(
     split: int, heavy: bool, rows: bool, lies: Lies,
 ) -> float:  # fmt: skip
     """Return the cycles of the multiprocessor with the most blocks."""
-    each: float = dict(HOPPER_SPLIT_TILES if split else HOPPER_TILES)[tile]
+    each: float
     if split:
-        each = each * split // 6
+        each = dict(HOPPER_SPLIT_TILES)[tile] * split // 6
     else:
-        each = max(each, HOPPER_LINE * (tile.block_m * lies.x_lines + tile.block_n * lies.y_lines))
+        x_lines, y_lines = lies.x_lines, lies.y_lines
+        if tile.sideways:
+            x_lines, y_lines = y_lines, x_lines
+            start, more, least = SIDEWAYS_SLICE[tile.block_m]
+            each = max(start + more * tile.block_n, least * tile.block_n)
+        else:
+            each = dict(HOPPER_TILES)[tile]
+        each = max(each, HOPPER_LINE * (tile.block_m * x_lines + tile.block_n * y_lines))
         if 64 < m <= HOPPER_FEW_ROWS:
-            each = max(each, 128 * (tile.block_m + tile.block_n) / HOPPER_SLICE_BYTES[tile.block_m])
+            rate = (SIDEWAYS_BYTES if tile.sideways else HOPPER_SLICE_BYTES)[tile.block_m]
+            each = max(each, 128 * (tile.block_m + tile.block_n) / rate)
     work = -(-slices // parts) * each
-    blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
+    blocks = tile.blocks(m, n) * places
     elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
     finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
     if tile.ping_pong or tile.consumers == 1:
