@@ -146,7 +146,12 @@ def build(product: Product, block: Block, name: str) -> Kernel:
     count = values if block.wide else 1
     template, schema = block_product, ARGUMENTS
     if product.members is None:
-        bindings |= finish_of(product, block.out, count) | {"READS": False}
+        operand = intrinsics.itemsize((product.extra or product.out).dtype)
+        bindings |= finish_of(product, block.out, count) | {
+            "READS": product.bias is not None or product.extra is not None,
+            "LINES": max(1, width * operand // tiling.LINE),
+            "LINE_VALUES": tiling.LINE // operand,
+        }
     else:
         template, schema = members.PRODUCT, members.ARGUMENTS
         bindings |= members.bindings_of(product, engine, rows)

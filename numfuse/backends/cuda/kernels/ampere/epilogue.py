@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from numfuse.backends.cuda.compile.accesses import prefetch
+from numfuse.backends.cuda.compile.intrinsics import quotient
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.epilogue import in_bytes
+from numfuse.backends.cuda.kernels.epilogue import element, in_bytes
 from numfuse.backends.cuda.plan.product import Product, Slot
 
 i32, i64 = np.int32, np.int64
@@ -60,7 +62,25 @@ def place_of(column):
 
 
 def read_ahead(ends: Ends, m, n, here: Position):
-    """Ask for what a block's end reads, before its sums are made: nothing here."""
+    """Ask for what a block's end reads: the second-level cache has it when its sums are made."""
+    t = i32(cuda.threadIdx.x)
+    if BIAS:
+        c = i32(t)
+        while c < COLUMNS:
+            column = i32(here.column0 + c)
+            if column < n:
+                prefetch(ends.bias.address + element(ends.bias, here.place, 0, i64(column)))
+            c = i32(c + THREADS)
+    if EXTRA:
+        i = i32(t)
+        while i < BLOCK_M * LINES:
+            r = i32(quotient(i, LINES))
+            row = i32(here.row0 + r)
+            column = i32(here.column0 + (i - r * LINES) * LINE_VALUES)
+            if row < m and column < n:
+                own = element(ends.extra, here.place, i64(row), i64(column))
+                prefetch(ends.extra.address + own)
+            i = i32(i + THREADS)
 
 
 def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Position):

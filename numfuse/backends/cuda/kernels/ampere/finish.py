@@ -5,8 +5,17 @@
 # ruff: noqa: F821
 from __future__ import annotations
 
+from numfuse.backends.cuda.compile.accesses import prefetch
 from numfuse.backends.cuda.compile.schema import Ends
 from numfuse.backends.cuda.kernels.epilogue import element
+
+
+def ask_ahead(ends: Ends, place, row, column):
+    """Ask for what an element's end reads: the second-level cache has it when its sum is made."""
+    if BIAS:
+        prefetch(ends.bias.address + element(ends.bias, place, 0, column))
+    if EXTRA:
+        prefetch(ends.extra.address + element(ends.extra, place, row, column))
 
 
 def bias_of(ends: Ends, place, column):

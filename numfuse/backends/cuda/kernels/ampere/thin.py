@@ -224,7 +224,7 @@ def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
         "X_STEP": x_step,
         "X_COPIES": -(-thin.rows // x_step),
         "FETCH_X": accesses.fetch(x_values * size, partial=True, ahead=""),
-        "FETCH_WHOLE_X": accesses.fetch(x_values * size, ahead=""),
+        "FETCH_WHOLE_X": accesses.fetch_where(x_values * size, ahead=""),
         "FETCH_16": accesses.fetch(16, ahead=""),
         "WAIT": accesses.fetch_wait(thin.stages - 2),
         "WAIT_ALL": accesses.fetch_wait(0),

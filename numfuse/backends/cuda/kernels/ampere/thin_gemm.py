@@ -12,7 +12,7 @@ from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, most,
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.ampere.finish import bias_of, finish_sum
+from numfuse.backends.cuda.kernels.ampere.finish import ask_ahead, bias_of, finish_sum
 
 i32, i64 = np.int32, np.int64
 
@@ -35,14 +35,13 @@ def copy_x(to, at, step, left, row0, m):
         at = at + step
 
 
-def copy_whole(y_to, y_at, y_step, x_to, x_at, x_step, x_row0):
-    """This thread's copies of a slice of which all is there."""
+def copy_whole(y_to, y_at, y_step, x_to, x_at, x_step, x_rows):
+    """This thread's copies of a slice that K fills; of the `x_rows` of X that are left for it."""
     for c in unrolled(COPIES):
         FETCH_16(i32(y_to + c * (REACH * PITCH)), y_at)
         y_at = y_at + y_step
     for c in unrolled(X_COPIES):
-        if (c + 1) * X_STEP <= ROWS or x_row0 + c * X_STEP < ROWS:
-            FETCH_WHOLE_X(i32(x_to + c * (X_STEP * X_PITCH)), x_at)
+        FETCH_WHOLE_X(i32(x_to + c * (X_STEP * X_PITCH)), x_at, x_rows, c * X_STEP)
         x_at = x_at + x_step
 
 
@@ -81,11 +80,19 @@ def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts):
     x_at = x.address + place * x.place + i64(x_row0) * x.row + x_k * x.column
     x_left = i32(k - x_k)
     x_line, x_slice = x.row * X_STEP, x.column * DEPTH
-    whole = m == ROWS and column0 + 32 <= n
+    # (rows behind the last are not fetched: they reach no sum that is stored)
+    x_rows = i32(m - x_row0)
+    whole = column0 + 32 <= n
+    if BIAS or EXTRA:
+        row_here = i32(warp)
+        while row_here < m:
+            if column0 + lane < n:
+                ask_ahead(ends, place, i64(row_here), i64(column0 + lane))
+            row_here = i32(row_here + WARPS)
     write = i32(0)
     while write < (STAGES - 1) * SLICE:
         if whole and x_left + x_k >= DEPTH:
-            copy_whole(i32(y_to + write), y_at, y_line, i32(x_to + write), x_at, x_line, x_row0)
+            copy_whole(i32(y_to + write), y_at, y_line, i32(x_to + write), x_at, x_line, x_rows)
         else:
             copy_y(i32(y_to + write), y_at, y_line, y_bytes, y_lines)
             copy_x(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
@@ -112,7 +119,7 @@ def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts):
         block_barrier()  # the slice is there, and the one before has been read by all
         if whole and x_left + x_k >= DEPTH:
             if PARTS == 1:
-                copy_whole(i32(y_to + write), y_at, y_line, i32(x_to + write), x_at, x_line, x_row0)
+                copy_whole(i32(y_to + write), y_at, y_line, i32(x_to + write), x_at, x_line, x_rows)
                 MULTIPLY(total, 0, i32(x_from + read), i32(y_from + read))
             else:
                 # copies and reads of shared memory share a queue: the copies go between the parts
@@ -123,8 +130,8 @@ def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts):
                         FETCH_16(i32(y_to + write + c * (REACH * PITCH)), y_run)
                         y_run = y_run + y_line
                     for c in unrolled(u * X_COPIES // PARTS, (u + 1) * X_COPIES // PARTS):
-                        if (c + 1) * X_STEP <= ROWS or x_row0 + c * X_STEP < ROWS:
-                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
+                        to = i32(x_to + write + c * (X_STEP * X_PITCH))
+                        FETCH_WHOLE_X(to, x_run, x_rows, c * X_STEP)
                         x_run = x_run + x_line
         else:
             copy_y(i32(y_to + write), y_at, y_line, y_bytes, y_lines)

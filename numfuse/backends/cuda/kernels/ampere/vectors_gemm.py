@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from numfuse.backends.cuda.compile.accesses import prefetch
 from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, shared_address
 from numfuse.backends.cuda.compile.schema import Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.ampere.finish import bias_of, finish_sum
+from numfuse.backends.cuda.kernels.ampere.finish import ask_ahead, bias_of, finish_sum
 
 i32, i64 = np.int32, np.int64
 
@@ -124,6 +125,18 @@ def vector_product(
         line = i32(first + p * GROUPS + group) if ALONG else i32(first + group * OWN + p * WIDTH)
         last = i32(lines - 1) if ALONG else i32(lines - WIDTH)
         at[p] = start + i64(least(line, last)) * long.line
+        # (on its way while the few vectors are brought to shared memory)
+        if share * UNIT < k:
+            prefetch(at[p] + i64(share * UNIT) * long.depth)
+    if BIAS or EXTRA:
+        number = i32(t)
+        while number < LINES * SIDE:
+            own, s = of_result(number)
+            line = i32(first + own)
+            if line < lines and s < few:
+                row, column = (i64(line), i64(s)) if COLUMNS else (i64(s), i64(line))
+                ask_ahead(ends, place, row, column)
+            number = i32(number + THREADS)
     total = cuda.local.array(TOTAL, dtype=ACCUMULATOR)
     kept = cuda.local.array(TOTAL, dtype=ACCUMULATOR)
     values = cuda.local.array(HELD, dtype=ACCUMULATOR)
