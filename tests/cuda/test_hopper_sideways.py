@@ -173,9 +173,9 @@ def test_parts_of_a_sum_are_stored_as_planes(tile):
 
 def test_what_does_not_go_by_boxes_is_not_made_on_its_side():
     def lies(m=257, n=640, k=512, kind="bfloat16", **others):
-        x, y, out = (Operand(kind, (0, c, 1), 16) for c in (k, n, n))
-        made = Product(m, n, k, 1, *(others.pop(s, o) for s, o in zip(("x", "y", "out"), (x, y, out), strict=True)),
-                       "float32", **others)  # fmt: skip
+        lengths = {"x": k, "y": n, "out": n}
+        arrays = {name: Operand(kind, (0, c, 1), 16) for name, c in lengths.items()} | others
+        made = Product(m, n, k, 1, accumulator="float32", **arrays)
         return tier._lies(made, "bfloat16").sideways
 
     line = Operand("bfloat16", (0, 1, 0), 16)
@@ -189,14 +189,17 @@ def test_what_does_not_go_by_boxes_is_not_made_on_its_side():
     found = [t for _, t, p in hopper_ways(257, 640, 8, 1, 132, 0, False, False, True,
                                           Lies(sideways="parts"), 1) if t.sideways]  # fmt: skip
     assert found == []  # of so few slices there are no parts
-    assert sideways_tiles(64) == sideways_tiles(1025) == []
+    assert sideways_tiles(64) == sideways_tiles(1025) == sideways_tiles(128) == []
 
 
-@pytest.mark.parametrize(("m", "rows"), [(77, 80), (197, 72), (257, 88), (577, 120)])
-def test_few_rows_are_made_by_blocks_that_they_fill(m, rows):
+@pytest.mark.parametrize(
+    ("m", "n", "slices", "rows"),
+    [(77, 5120, 32, 80), (197, 4608, 48, 72), (257, 5632, 96, 88), (576, 3528, 37, 144)],
+)
+def test_few_rows_are_made_by_blocks_that_they_fill(m, n, slices, rows):
     """Guards: docs/cuda.md: 257 rows are no 320."""
     kinds = {t.block_n for t in sideways_tiles(m)}
-    assert all(-(-m // r) * r < -(-m // 64) * 64 for r in kinds)
-    tile, _ = hopper_tile(m, 5632, 96, 1, 132, lies=Lies(sideways="all"))
-    upright, _ = hopper_tile(m, 5632, 96, 1, 132)
-    assert tile.sideways and not upright.sideways and rows in kinds
+    assert all(-(-m // r) * r <= -(-m // 64) * 64 for r in kinds)
+    tile, _ = hopper_tile(m, n, slices, 1, 132, lies=Lies(True, sideways="all"))
+    upright, _ = hopper_tile(m, n, slices, 1, 132, lies=Lies(True))
+    assert tile.sideways and tile.block_n == rows and not upright.sideways
