@@ -392,10 +392,16 @@ DOUBLE_FEW = (
     CudaBlock(32, 64, 16, 32, 16, 8, 1, 8),
     CudaBlock(64, 64, 16, 32, 16, 6, 1, 8),
 )
-#: Columns and values of K from which on; values of K of a block and blocks of a cluster, at most.
+#: Columns and values of K from which on; values of K of a block and blocks of a cluster, at most;
+#: the least share of multiprocessors that one round of blocks keeps busy. (An H100, float64, beside
+#: the best of the tiles above: 16, 32 and 64 x 4096 x 4096 60, 63 and 67 us for 63, 64 and 68,
+#: 16 x 2048 x 8192 62 for 63. Clusters of more blocks do not fill its groups of multiprocessors:
+#: 32 x 8192 x 2048 by fours 90 for 66, 64 x 9216 x 1664 by fives 104 for 65; and two rounds for
+#: 64 x 1664 x 9216 took 96 for 80.)
 FEW_LEAST = 1024
 CLUSTER_K = 256
-CLUSTER = 8
+CLUSTER = 2
+FEW_SHARE = 0.85
 
 
 def few(
@@ -403,14 +409,17 @@ def few(
 ) -> tuple[CudaBlock, int, int] | None:
     """The tile of a product of few rows, and (length, number) of the parts of K in a cluster.
 
-    None for more rows, and for less than that pays for. They depend on the sizes of one place, as
-    in :func:`block`.
+    None for more rows, and where such blocks do not fill the device once. They depend on the sizes
+    of one place, as in :func:`block`.
     """
     if min(n, k) < FEW_LEAST or m > tiles[-1].block_m:
         return None
     tile = next(tile for tile in tiles if m <= tile.block_m)
-    most = min(CLUSTER, k // CLUSTER_K, multiprocessors // -(-n // tile.block_n))
-    part = round_up(-(-k // max(1, most)), tile.block_k)
+    columns = -(-n // tile.block_n)
+    most = min(CLUSTER, k // CLUSTER_K, multiprocessors // columns)
+    if columns * most < FEW_SHARE * multiprocessors:
+        return None
+    part = round_up(-(-k // most), tile.block_k)
     return tile, part, -(-k // part)
 
 

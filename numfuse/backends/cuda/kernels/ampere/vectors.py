@@ -36,6 +36,7 @@ from numfuse.backends.cuda.kernels import passes
 from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.ampere.vectors_gemm import Vectors, vector_product
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
+from numfuse.backends.cuda.kernels.hopper.tiling import copy_pays
 from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import (
     DeviceInfo,
@@ -64,6 +65,11 @@ SLICE_BYTES, SLICE = 32 << 10, 4096
 #: Values of K of a part at the least where a block is chosen for all of them: it has fewer lines
 #: then, and shorter parts come where these still leave a device idle.
 BLOCK_PART = 1024
+#: Bytes of a long factor along K from which on tensor cores take it, of more vectors than these: in
+#: float64, and in 16 bits on Hopper where an access has one value (and a copy pays). (An H100,
+#: microseconds by tiles and by vectors: float64 3862 x 2586 x 5, (out, in), 50 and 63; bfloat16
+#: 7729 x 781 x 4, (out, in), 20 and 28. Two sums are one launch by tiles.)
+TILES_BYTES, TILES_DOUBLE, TILES_HALF = 8 << 20, 4, 2
 #: Lines from which on neighbouring threads may have neighbouring lines.
 ACROSS_LEAST = 32
 
@@ -414,7 +420,22 @@ def _take(product: Product, device: DeviceInfo, along: bool) -> Plan | None:
     half = intrinsics.itemsize(p.x.dtype) == 2 and device.capability[0] == 9
     if half and p.n >= SIDE and p.k >= SIDE and p.x.fits_copies() and p.y.fits_copies():
         return None
+    if along and _goes_by_tiles(p, half):
+        return None
     return plan(p, device, _parts(p, device))
+
+
+def _goes_by_tiles(product: Product, half: bool) -> bool:
+    """Return whether tensor cores take a long factor along K in less time: of many vectors."""
+    p, long = product, Long.of(product)
+    nbytes = long.lines * p.k * p.places * p.x.itemsize
+    if nbytes < TILES_BYTES:
+        return False
+    if p.x.dtype == "float64":
+        return long.few > TILES_DOUBLE
+    if not half or long.few <= TILES_HALF or long.width(p, 8) > 1:
+        return False
+    return all(copy_pays(p.m, p.n, p.k, p.places, own) for own in (1, 2))
 
 
 def _ways(product: Product, device: DeviceInfo, along: bool) -> Iterator[Way]:

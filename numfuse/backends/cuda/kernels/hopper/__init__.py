@@ -4,7 +4,7 @@
   the copies before that
 - `kernel`: what is bound in the kernel's templates
 - `gemm`: the kernel: its `producer`, and its consumers, which multiply (`mainloop`) and finish
-  blocks (`epilogue`, or of integers `residues.store`); `records` are its arguments
+  blocks (`epilogue` and `sideways`, or of integers `residues.store`); `records` are its arguments
 - `parts`: those of a float32, made by a copy or by the producer
 - `maps`: tensor maps, which tell the copy engine of an array
 - `tiling`: the tiles and their cost
