@@ -32,6 +32,8 @@ LAYERS = {
 }
 # A target of 0.9 + 0.1 / 10 for the right class: 0.5 to 1 % more test accuracy on the digits.
 SMOOTHING = 0.1
+TARGETS = ((1 - SMOOTHING) * np.eye(CLASSES) + SMOOTHING / CLASSES).astype(np.float32)
+ONES = np.ones((CLASSES, 1), np.float32)
 # Adam's usual decay of the mean; the squares forget faster than the usual 0.999, since the whole
 # training is a few hundred steps.
 BETA_MEAN, BETA_SQUARE, EPSILON = 0.9, 0.99, 1e-8
@@ -75,16 +77,17 @@ Gradients = Callable[[Parameters, Parameters, Array, Array], float]
 
 def cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
     """Mean softmax cross-entropy against smoothed labels, and its gradient by the logits."""
-    count, right = len(labels), (np.arange(len(labels)), labels)
-    shifted = logits - logits.max(axis=1, keepdims=True)
+    count, wanted = len(labels), TARGETS.take(labels, axis=0)
+    # (of ten columns NumPy finds the largest, and their sum, faster than along rows)
+    largest = np.ascontiguousarray(logits.T).max(axis=0)
+    shifted = logits - largest[:, None]
     d_logits = np.exp(shifted)
-    total = d_logits.sum(axis=1, keepdims=True)
-    # -log p is log(total) - shifted: of the right class, and of all of them
-    wanted = (1 - SMOOTHING) * shifted[right].sum() + SMOOTHING / CLASSES * shifted.sum()
-    loss = (np.log(total).sum() - wanted) / count
-    d_logits /= total * count
-    d_logits -= SMOOTHING / (CLASSES * count)
-    d_logits[right] -= (1 - SMOOTHING) / count
+    total = d_logits @ ONES
+    # -log p is log(total) - shifted, each as often as it is wanted
+    loss = (np.log(total).sum() - np.vdot(wanted, shifted)) / count
+    d_logits /= total
+    d_logits -= wanted
+    d_logits /= count
     return float(loss), d_logits
 
 
