@@ -176,12 +176,12 @@ def constants(kind: str) -> list[Constant]:
         "float32": ("CORE_BLOCKS",), "float64": ("DOUBLE_BLOCKS", "DOUBLE_LONG"),
     }.get(dtype, ("HALF_BLOCKS", "HALF_BLOCKS_HELD"))  # fmt: skip
     found = [speed(name, i) for name in blocks for i in range(1, len(getattr(tiling, name)))]
-    engine = "BUSY_SUMS", "BUSY_SUMS_POWER", "FILL", "LAUNCH_COST"
+    engine = "BUSY_SUMS", "BUSY_SUMS_POWER", "FILL", "LAUNCH_COST", "PLANE_COST"
     if dtype == "float64":
-        engine = "DOUBLE_BUSY_SUMS", "DOUBLE_BUSY_POWER", "FILL", "DOUBLE_LAUNCH"
+        engine = "DOUBLE_BUSY_SUMS", "DOUBLE_BUSY_POWER", "FILL", "DOUBLE_LAUNCH", "PLANE_COST"
     if tier == "cores":
-        engine = "BUSY_WARPS", "BUSY_WARPS_POWER", "CORE_FILL", "CORE_LAUNCH"
-    found += [number(tiling, name) for name in (*engine, "PLANE_COST")]
+        engine = "BUSY_WARPS", "BUSY_WARPS_POWER", "CORE_FILL", "CORE_LAUNCH", "CORE_PLANE"
+    found += [number(tiling, name) for name in engine]
     if tier == "cores":
         found += [part(copies, x, i) for x in ("TURNED", "TURNED_SHORT") for i in range(2)]
         found += [part(copies, "NARROW", i) for i in (1, 2)]

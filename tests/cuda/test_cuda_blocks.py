@@ -372,7 +372,7 @@ def test_few_blocks_behind_a_copy_are_spread_over_the_device():
         assert copy.overlaps and launch.overlaps and not alone.overlaps
         return launch.shared_bytes, -(-launch.grid[0] // HOPPER.multiprocessors), tile.resident
 
-    for n, most in ((1600, 1), (3200, 2)):
+    for n, most in ((1600, 1), (3200, 2), (4992, 3)):
         taken, together, _ = shared(577, 1664, n)
         assert together == most and taken <= HOPPER.shared_per_block
         room = HOPPER.shared_per_multiprocessor

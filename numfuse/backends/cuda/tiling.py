@@ -190,7 +190,7 @@ CORE_BLOCKS = (
     CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.86),
     CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.62),
     CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.59),
-    CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=1.02, kept="shared"),
+    CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=1.05, kept="shared"),
 )
 #: Shared memory of a multiprocessor that holds two blocks of the last of them, sums included.
 CORE_SHARED = 200 << 10
@@ -242,7 +242,7 @@ BUSY_SUMS, BUSY_SUMS_POWER = 12288, 0.6
 DOUBLE_BUSY_SUMS, DOUBLE_BUSY_POWER = 14800, 0.4
 SCHEDULERS, BUSY_WARPS, BUSY_WARPS_POWER = 4, 2.1, 0.35
 #: Values of K in the time of which a block begins and ends, on tensor cores and on CUDA cores.
-FILL, CORE_FILL = 64, 36
+FILL, CORE_FILL = 64, 50
 #: Rounds of blocks that the parts of a sum may fill, beyond two, and from which K on: 72 blocks
 #: fill half of 132 multiprocessors, 3 parts of each 1.6 rounds, 11 six. (A float64 d_b of 768 x 768
 #: over 106,496 rows was at 34 TFLOP/s in one part, where d_a was at 53.)
@@ -261,8 +261,8 @@ EVEN = 8
 #: What a join takes to begin and end, in multiply-adds of one multiprocessor, by tensor cores, by
 #: these in float64 and by CUDA cores (2 to 3 us), and what a value of a plane takes on its way
 #: through memory, in those of all.
-LAUNCH_COST, DOUBLE_LAUNCH, CORE_LAUNCH = 1_400_000, 800_000, 400_000
-PLANE_COST = 50
+LAUNCH_COST, DOUBLE_LAUNCH, CORE_LAUNCH = 1_400_000, 800_000, 450_000
+PLANE_COST, CORE_PLANE = 50, 65
 #: And a launch that runs beside the one before it: what its blocks wait for at their end. (A guess
 #: that no GPU has timed.)
 BESIDE_COST = 450_000
@@ -486,7 +486,8 @@ def cost(
     found = _work(tile, blocks * number, length, multiprocessors)
     if number > 1:
         found += {0: CORE_LAUNCH, DOUBLE_CHUNK: DOUBLE_LAUNCH}.get(tile.chunk, LAUNCH_COST)
-        found += places * m * n * number * PLANE_COST / multiprocessors
+        plane = PLANE_COST if tile.chunk else CORE_PLANE
+        found += places * m * n * number * plane / multiprocessors
     return found
 
 

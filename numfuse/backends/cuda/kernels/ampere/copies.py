@@ -14,15 +14,14 @@ from numfuse.backends.cuda.kernels.ampere.slices import SIDE, Fetch
 from numfuse.backends.cuda.plan.product import Product
 from numfuse.backends.cuda.tiling import CudaBlock
 
-#: Shares of a product's time that X and Y take when they are turned in registers. (On an H200
-#: 4096 x 1024 x 4096 takes 1.015 times as long with X in blocks of 64 x 128, 1.03 in 64 x 64;
-#: 2048 cubed with both 1.15 and 1.13.) And in slices of 8, of which a thread's neighbours have less
-#: of a line: 577 x 1792 x 6144, (out, in), takes 339 us with Y copied, 350 with both. Fitted to 330
-#: ways of 50 products, as what follows is.
-TURNED, TURNED_SHORT = (0.03, 0.18), (0.04, 0.28)
-#: And a factor that comes by so many values at a time: one by one a product takes 1.2 to 1.4 times
-#: as long with both; two at a time is a guess between that and nothing.
-NARROW = {1: 0.13, 2: 0.05}
+#: Shares of a product's time that X and Y take when they are turned in registers: X in blocks of
+#: 128 columns (of 64 twice as much), Y in any. And in slices of 8. Read off 120 pairs of one way
+#: with and without a copy, of 50 products on an H200: of X 0 to 2% and 3 to 6%, of Y 5 to 20%, in
+#: slices of 8 0 to 2% and 3 to 10%.
+TURNED, TURNED_SHORT = (0.015, 0.15), (0.01, 0.13)
+#: And a factor that comes by so many values at a time, along K; one by one along its own axis.
+NARROW = {1: 0.13, 2: 0.01}
+NARROW_ACROSS = 0.06
 #: The share of the fused multiply-adds of CUDA cores that a product reaches: 51.4 of 59 TFLOP/s.
 REACHED = 0.87
 #: An element's way through memory in a copy, in multiply-adds of all multiprocessors: 8 bytes at
@@ -31,24 +30,25 @@ REACHED = 0.87
 #: overlap.
 COPY_COST = 85
 COPY_START = 400_000
-#: Rows and columns of a result for whose whole numbers a factor is read.
-WHOLE = 64
+#: Rows and columns of a result for whose whole numbers a factor is read, and columns of a block.
+WHOLE, BROAD = 64, 128
 
 
 def share(way: Fetch, own: int) -> float:
     """Return the share of the time that a factor fetched so takes; `own`: 1 for X, 2 for Y."""
     if way.held:
         return (TURNED if way.depth >= SIDE[1] else TURNED_SHORT)[own - 1]
+    if way.values == 1 and not way.along_k:
+        return NARROW_ACROSS
     return NARROW.get(way.values, 0.0)
 
 
 def of_tile(part: float, own: int, tile: CudaBlock) -> float:
     """Return the share that a factor takes in a tile; `part` is that in a block of 64 x 128.
 
-    Of blocks with fewer rows there are more, and each reads its slice of Y. (By the sweep's times
-    X costs the narrow ones no more.)
+    Of blocks with fewer columns there are more, and each reads its slice of X.
     """
-    return part if own == 1 else part * WHOLE / tile.block_m
+    return part * BROAD / tile.block_n if own == 1 else part
 
 
 def ways(work: int, elements: int, part: float, multiprocessors: int) -> tuple[float, float]:

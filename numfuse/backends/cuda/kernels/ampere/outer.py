@@ -274,23 +274,27 @@ def _has_its_order(product: Product) -> bool:
     return p.free or (bare and same)
 
 
-def _pays(product: Product, device: DeviceInfo) -> bool:
-    """Return whether this is the kernel of a sum, whatever is made of it.
+def _is_wgmma(product: Product, device: DeviceInfo) -> bool:
+    """Return whether wgmma makes a large d_b of 16 bits in less time, copies of factors included.
 
-    Of d_b, whose sum has an order of its own, a large one goes to wgmma. (An H100 took 35 us for
-    36298 x 23 x 215 in bfloat16, and 22 by wgmma, both copies included.)
+    (An H100 took 35 us for 36298 x 23 x 215 in bfloat16, and 22 by wgmma. Other sums do not ask, as
+    an epilogue may make that cost more.)
     """
     p = product
+    if not p.free or intrinsics.itemsize(p.y.dtype) != 2 or device.capability[0] != 9:
+        return False
     large = p.m * p.n * p.k * p.places >= HOPPER_COPY_LARGE
-    copied = large and device.capability[0] == 9
-    copied = copied and all(copy_pays(p.m, p.n, p.k, p.places, own) for own in (1, 2))
+    return large and all(copy_pays(p.m, p.n, p.k, p.places, own) for own in (1, 2))
+
+
+def _pays(product: Product, device: DeviceInfo) -> bool:
+    """Return whether this is the kernel of a sum, whatever is made of it."""
+    p = product
     if p.m * p.n < LEAST or p.k > ODD[p.y.dtype]:
         return False
     if p.k <= SHORT and _has_its_order(p):
         return True
-    if p.free and intrinsics.itemsize(p.y.dtype) == 2 and copied:
-        return False
-    many = min(p.m, p.n) > FEW
+    many = min(p.m, p.n) > FEW and not _is_wgmma(p, device)
     return many and (p.k <= SHORT or p.n % (16 // p.y.itemsize) != 0)
 
 
