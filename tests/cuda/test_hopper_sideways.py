@@ -192,6 +192,25 @@ def test_what_does_not_go_by_boxes_is_not_made_on_its_side():
     assert sideways_tiles(64) == sideways_tiles(1025) == sideways_tiles(128) == []
 
 
+@pytest.mark.parametrize("n", [640, 1152, 2304, 5632])
+def test_a_sum_is_cut_to_the_same_parts_whatever_is_made_of_it(n):
+    """Guards: docs/cuda.md, sums in parts: also where what is made of it goes by no boxes."""
+    m, k = 257, 6144
+    x, y, out = (Operand("bfloat16", (0, c, 1), 16) for c in (k, n, n))
+    layer = Epilogue("layer", ("z",), (), (("out", 2 * Z), ("pre", Z)))
+    slope = Epilogue("slope", ("z",), ("extra",), (("out", Z * leaf("extra")),))
+    made = [
+        Product(m, n, k, 1, x, y, out, "float32", epilogue=sum_of_terms(0)),
+        Product(m, n, k, 1, x, y, Operand("bfloat16", (0, n + 1, 1), 2), "float32"),
+        Product(m, n, k, 1, x, y, out, "float32", epilogue=layer,
+                pre=Operand("float32", (0, n, 1), 16)),
+        Product(m, n, k, 1, x, y, out, "float32", epilogue=slope,
+                extra=Operand("bfloat16", (0, 1, 0), 16)),
+    ]  # fmt: skip
+    found = {(plan.part, plan.parts) for plan in (tier.take(p, HOPPER) for p in made)}
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(
     ("m", "n", "slices", "rows"),
     [(77, 5120, 32, 80), (197, 4608, 48, 72), (257, 5632, 96, 88), (576, 3528, 37, 144)],

@@ -426,16 +426,18 @@ def _take(product: Product, device: DeviceInfo, along: bool) -> Plan | None:
 
 
 def _goes_by_tiles(product: Product, half: bool) -> bool:
-    """Return whether tensor cores take a long factor along K in less time: of many vectors."""
+    """Return whether tensor cores take a long factor along K in less time: of many vectors.
+
+    The sizes of one place decide, as on the order of a sum.
+    """
     p, long = product, Long.of(product)
-    nbytes = long.lines * p.k * p.places * p.x.itemsize
-    if nbytes < TILES_BYTES:
+    if long.lines * p.k * p.x.itemsize < TILES_BYTES:
         return False
     if p.x.dtype == "float64":
         return long.few > TILES_DOUBLE
     if not half or long.few <= TILES_HALF or long.width(p, 8) > 1:
         return False
-    return all(copy_pays(p.m, p.n, p.k, p.places, own) for own in (1, 2))
+    return all(copy_pays(p.m, p.n, p.k, 1, own) for own in (1, 2))
 
 
 def _ways(product: Product, device: DeviceInfo, along: bool) -> Iterator[Way]:

@@ -84,7 +84,9 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     sizes = m, n, slices, places, device.multiprocessors
     if not (product.free or product.whole or product.is_rich):
         nbytes = (m * k * x_places + k * n * y_places + m * n * places) * product.x.itemsize
-        cut = hopper_cut(*sizes, split, lies, nbytes)
+        # (by the factors alone: it does not ask what is made of the sum, and where that goes)
+        alone = lies._replace(sideways=lies.sideways and "all")
+        cut = hopper_cut(*sizes, split, alone, nbytes)
         if cut is not None:
             return plan_with(product, kind, device, *cut)
     tile, parts = hopper_tile(*sizes, **how, free=product.free)
@@ -234,7 +236,7 @@ def plan_with(
     launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
     launches = (*(made for f in found.values() for made in f.launches), launch)
     shown = f"{tile}, {gemm.stages} stages"
-    rows = tile.rows if tile.sideways else 64 * tile.halves
+    rows = tile.block_n if tile.sideways else 64 * tile.halves
     made = planes.plan(launches, device, shown, rows, overlaps=True)
     return replace(made, part=part_slices if parts > 1 else 0)
 

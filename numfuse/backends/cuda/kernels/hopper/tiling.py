@@ -32,11 +32,6 @@ class HopperTile:
         return self.block_m // 64 if self.ping_pong else self.block_m // 64 // self.consumers
 
     @property
-    def rows(self) -> int:
-        """Rows of the result in a block."""
-        return self.block_n if self.sideways else self.block_m
-
-    @property
     def piece_rows(self) -> int:
         """Rows of the pieces in which a block on its side is stored."""
         return self.block_n if self.block_n <= 128 else self.block_n // 2
