@@ -452,8 +452,10 @@ CASES = [
         for tier, dtype, m, k, n, features, info in (
             (0, "float32", 17574, 1670, 1, {}, HOPPER),
             (0, "float32", 7, 2606, 12466, {"y_turned": True, "slope": True}, ADA),
-            (0, "float64", 17574, 1672, 7, {"slope": True}, AMPERE),
-            (0, "float64", 8, 70000, 4100, {"y_turned": True}, HOPPER),
+            (0, "float64", 17574, 1672, 4, {"slope": True}, AMPERE),
+            (0, "float64", 600, 1672, 7, {"slope": True}, AMPERE),
+            (0, "float64", 4, 70000, 4100, {"y_turned": True}, HOPPER),
+            (0, "float64", 8, 700, 1400, {"y_turned": True}, HOPPER),
             (0, "float16", 17574, 16720, 7, {"slope": True}, HOPPER),
             (0, "bfloat16", 53026, 12, 3, {"slope": True}, AMPERE),
             (1, "bfloat16", 3, 69, 18538, {"pre": "float32"}, HOPPER),

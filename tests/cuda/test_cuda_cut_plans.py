@@ -159,3 +159,15 @@ def test_what_tensor_cores_would_not_speed_up_goes_as_ieee_does(precision):
             assert names[0] == names[1]
     large = product(4096, 4096, 4096, "float32", precision=precision)
     assert plan(large, HOPPER)[0] == "wgmma" and plan(large, AMPERE)[0] == "cores"
+
+
+def test_clusters_of_few_rows_fill_the_device_once():
+    """Guards: docs/cuda.md, of more than two blocks they leave multiprocessors idle."""
+
+    def parts(m, n, k):
+        found = tiling.few(tiling.DOUBLE_FEW, m, n, k, HOPPER.multiprocessors)
+        return None if found is None else found[2]
+
+    assert (parts(64, 4096, 4096), parts(16, 8192, 2048)) == (2, 1)
+    assert parts(64, 1664, 9216) is parts(32, 2048, 8192) is parts(64, 9216, 1664) is None
+    assert parts(16, 4096, 512) is parts(65, 4096, 4096) is None

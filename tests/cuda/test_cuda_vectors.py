@@ -131,6 +131,25 @@ def test_few_rows_and_columns_are_taken_where_no_better_kernel_is():
     assert tier_of("float32", 17574, 1670, 1, info=TURING) == "mirror"
 
 
+def test_a_long_factor_of_many_vectors_goes_by_tiles():
+    """Guards: docs/cuda.md, tensor cores take it in less time, and a gate in one launch."""
+
+    def tier_of(m, k, n, dtype, places=1):
+        acc = "float64" if dtype == "float64" else "float32"
+        x, y = Operand(dtype, (m * k, k, 1), 16), Operand(dtype, (0, 1, k), 16)
+        out = Operand(dtype, (m * n, n, 1), 16)
+        return tiers.choose(Product(m, n, k, places, x, y, out, acc), HOPPER)[0].name
+
+    assert tier_of(3862, 2586, 5, "float64") == "tensor cores"
+    assert (
+        tier_of(3862, 2586, 4, "float64") == tier_of(300, 2586, 5, "float64") == "vectors along K"
+    )
+    assert tier_of(7729, 781, 4, "bfloat16") == "wgmma"
+    assert tier_of(7729, 781, 2, "bfloat16") == tier_of(7729, 782, 4, "bfloat16")
+    # (the sizes of one place decide)
+    assert tier_of(300, 2586, 5, "float64", 40) == tier_of(7729, 782, 4, "bfloat16")
+
+
 def test_k_is_cut_where_lines_are_few():
     parts = tiling.vector_parts
     assert parts(200, 1 << 26, 16, 100, 132) == 1
