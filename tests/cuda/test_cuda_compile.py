@@ -513,6 +513,16 @@ CASES = [
           HOPPER, ("ld.global.nc.b16",)),
     taken("wgmma bf16, few rows", WGMMA, product(16, 4096, 4096, "bfloat16", function="relu"),
           HOPPER, ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",)),
+    *[
+        taken(f"wgmma bf16 on its side, {what}", WGMMA, product(m, n, k, "bfloat16", **features),
+              HOPPER, (f"wgmma.mma_async.sync.aligned.m64n{rows}k16", "stmatrix.sync.aligned.m8n8.x4.trans"))
+        for what, m, n, k, rows, features in (
+            ("a layer", 257, 5632, 6144, 88, {"function": "gelu", "y_turned": True}),
+            ("saved", 257, 5632, 6144, 88, {"function": "gelu", "pre": "float32"}),
+            ("a slope", 576, 3528, 2336, 144, {"function": "gelu", "slope": True}),
+            ("few", 16, 14336 * 20, 96, 16, {"function": "gelu_erf"}),
+        )
+    ],
     taken("wgmma bf16x6", WGMMA,
           product(2048, 2048, 2048, "float32", function="gelu", precision="bf16x6"), HOPPER,
           ("cvt.rn.bf16x2.f32",)),

@@ -42,6 +42,7 @@ UPRIGHT = HopperTile(64, 64, 1, False)
 #: One piece with a lone eight and without, and two of each.
 TILES = [
     HopperTile(128, 24, 2, False, True), HopperTile(64, 40, 1, False, True),
+    HopperTile(128, 8, 2, False, True),
     pytest.param(HopperTile(64, 144, 1, False, True), marks=pytest.mark.long),
     pytest.param(HopperTile(128, 160, 2, False, True), marks=pytest.mark.long),
 ]  # fmt: skip
@@ -105,6 +106,27 @@ def test_a_layer_has_the_bits_of_an_upright_block(tile, turned):
     assert (error <= 2.0**-8 * abs(exact) + (k + 4) * 2.0**-24 * most).all()
 
 
+@pytest.mark.parametrize("tile", TILES[:3], ids=str)
+def test_pre_activations_in_float32_are_stored_by_threads(tile):
+    m, k, n = sizes_of(tile)
+    rng = np.random.default_rng(m)
+    a, w = matrix(rng, 2, m, k), matrix(rng, k, n)
+    out = matrix(None, 2, m, n)
+    pre = np.full((2, m, n + 3), np.nan, np.float32)
+    layer = Epilogue("layer", ("z",), (), (("out", 2 * Z), ("pre", Z)))
+    product = Product(
+        m, n, k, 2, operand(a), operand(w), operand(out), "float32", epilogue=layer,
+        pre=operand(pre, name="float32"),
+    )  # fmt: skip
+    run(product, tile, {"x": a, "y": w, "out": out, "pre": pre})
+    assert np.isnan(pre[..., n:]).all()
+    assert np.array_equal(
+        out.astype(np.float32), (2 * pre[..., :n]).astype(out.dtype).astype(np.float32)
+    )
+    x, y = a.astype(float), w.astype(float)
+    assert (abs(pre[..., :n] - x @ y) <= (k + 4) * 2.0**-24 * (abs(x) @ abs(y))).all()
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_a_slope_has_its_operand_and_the_sums_of_its_columns(tile):
     m, k, n = sizes_of(tile)
@@ -134,7 +156,7 @@ def test_a_slope_has_its_operand_and_the_sums_of_its_columns(tile):
         assert (error <= limit).all()
 
 
-@pytest.mark.parametrize("tile", TILES[:2], ids=str)
+@pytest.mark.parametrize("tile", TILES[:3], ids=str)
 def test_the_second_term_of_a_sum_follows_the_first(tile):
     m, k, n = sizes_of(tile)
     rng = np.random.default_rng(k)
@@ -153,7 +175,7 @@ def test_the_second_term_of_a_sum_follows_the_first(tile):
     assert (error <= 2.0**-8 * abs(exact) + (2 * k + 4) * 2.0**-24 * most).all()
 
 
-@pytest.mark.parametrize("tile", TILES[:2], ids=str)
+@pytest.mark.parametrize("tile", TILES[:3], ids=str)
 def test_parts_of_a_sum_are_stored_as_planes(tile):
     m, k, n = tile.block_n + 13, 256, tile.block_m + 37
     rng = np.random.default_rng(k)
@@ -192,6 +214,23 @@ def test_what_does_not_go_by_boxes_is_not_made_on_its_side():
     assert sideways_tiles(64) == sideways_tiles(1025) == sideways_tiles(128) == []
 
 
+def test_few_rows_of_a_short_k_are_made_on_their_side():
+    """Guards: docs/cuda.md, all threads of a block have some of its epilogue."""
+
+    def chosen(m, k, n, places, pitch):
+        x, y = (Operand("bfloat16", (r * c, c, 1), 16) for r, c in ((m, k), (k, n)))
+        out = Operand("bfloat16", (m * pitch, pitch, 1), 16 if pitch % 8 == 0 else 2)
+        plan = tier.take(Product(m, n, k, places, x, y, out, "float32"), HOPPER)
+        return None if plan is None else plan.tiling
+
+    assert chosen(8, 96, 14336, 16, 14336).startswith("8x128x64 sideways")
+    assert chosen(13, 128, 14336, 16, 14336).startswith("16x128x64 sideways")
+    assert "sideways" not in chosen(8, 192, 14336, 16, 14336)
+    assert "sideways" not in chosen(8, 96, 14336, 2, 14336)
+    # where a result is stored value by value by the same instruction
+    assert "sideways" not in chosen(8, 96, 14336, 16, 14337)
+
+
 @pytest.mark.parametrize("n", [640, 1152, 2304, 5632])
 def test_a_sum_is_cut_to_the_same_parts_whatever_is_made_of_it(n):
     """Guards: docs/cuda.md, sums in parts: also where what is made of it goes by no boxes."""
@@ -203,7 +242,7 @@ def test_a_sum_is_cut_to_the_same_parts_whatever_is_made_of_it(n):
         Product(m, n, k, 1, x, y, out, "float32", epilogue=sum_of_terms(0)),
         Product(m, n, k, 1, x, y, Operand("bfloat16", (0, n + 1, 1), 2), "float32"),
         Product(m, n, k, 1, x, y, out, "float32", epilogue=layer,
-                pre=Operand("float32", (0, n, 1), 16)),
+                pre=Operand("bfloat16", (0, n + 1, 1), 2)),
         Product(m, n, k, 1, x, y, out, "float32", epilogue=slope,
                 extra=Operand("bfloat16", (0, 1, 0), 16)),
     ]  # fmt: skip

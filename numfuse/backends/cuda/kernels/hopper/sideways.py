@@ -5,8 +5,8 @@ any multiple of 8: where a result has few rows, blocks of 64 or 128 of them woul
 The sums are turned by stmatrix on their way to shared memory, where a group's 64 columns are rows
 of 128 bytes, as the copy engine's swizzle has them; the residual or grad comes from there by
 ldmatrix, likewise. Biases belong to the instruction's rows, and so a thread has two. Results and
-operands of 16 bits come and go by the copy engine alone; the planes of a sum in parts are written
-by threads.
+operands of 16 bits come and go by the copy engine alone; the planes of a sum in parts, and
+pre-activations in float32, are written by threads.
 """
 
 # A template has no annotations but records, and its UPPER-case names are bound by `kernel`.
@@ -33,7 +33,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     select,
     shuffle_xor,
 )
-from numfuse.backends.cuda.compile.schema import Ends
+from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.hopper.epilogue import element
@@ -67,6 +67,7 @@ def finish_sideways(
     own += ((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4
     column = here.row0 + 16 * warp + (lane >> 2)
     ends.out.address += (part * work.part_step + place * ends.out.place) * OUT_SIZE
+    ends.pre.address += place * ends.pre.place * PRE_SIZE
     summed = cuda.local.array(2, types.float32)
     summed[0], summed[1] = ZERO, ZERO
     for c in unrolled(CHUNKS):
@@ -145,14 +146,21 @@ def eight(acc, index, biases, summed, low, high, row, column, ends: Ends, m, n):
         for i in unrolled(4):
             # rows below the last are products of zeros and a bias: they do not count
             summed[i // 2] += select(v[i], ZERO, row + i % 2 < m)
+    if PRE == "single":
+        store_four(ends.pre, row, column, m, n, kept)
     if OUT == "float32":
-        for i in unrolled(4):
-            own_row, own_column = row + i % 2, column + 8 * (i // 2)
-            at = ends.out.address + (own_row * ends.out.row + own_column * ends.out.column) * 4
-            global_store_f32(at, v[i], (own_row < m) & (own_column < n))
+        store_four(ends.out, row, column, m, n, v)
         return 0, 0, 0, 0
     elif PRE == "map":
         first, second = PACK(kept[0], kept[1]), PACK(kept[2], kept[3])
         return PACK(v[0], v[1]), PACK(v[2], v[3]), first, second
     else:
         return PACK(v[0], v[1]), PACK(v[2], v[3]), 0, 0
+
+
+def store_four(array: Array, row, column, m, n, values):
+    """Two rows of a thread's two columns in float32, where they are inside."""
+    for i in unrolled(4):
+        own_row, own_column = row + i % 2, column + 8 * (i // 2)
+        at = array.address + (own_row * array.row + own_column * array.column) * 4
+        global_store_f32(at, values[i], (own_row < m) & (own_column < n))

@@ -76,10 +76,11 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
     if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
         return None  # exact float32 is faster
-    if kind in HALF and too_low(m, n, slices, places, device.multiprocessors):
-        return None
+    low = kind in HALF and too_low(m, n, slices, places, device.multiprocessors)
     rows = _stored_by_rows(product, kind)
-    lies = _lies(product, kind)
+    lies = _lies(product, kind, low)
+    if low and not lies.sideways:
+        return None
     how: dict[str, Any] = {"split": split, "heavy": product.is_curved, "rows": rows, "lies": lies}
     sizes = m, n, slices, places, device.multiprocessors
     if not (product.free or product.whole or product.is_rich):
@@ -124,14 +125,18 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     cut = not (p.whole or p.has_two_sums)
     sums = 1 + p.has_two_sums
     rows = _stored_by_rows(p, kind)
-    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, _lies(p, kind), sums
+    low = kind in HALF and too_low(p.m, p.n, slices, p.places, device.multiprocessors)
+    how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, _lies(p, kind, low), sums
     for cost, tile, parts in hopper_ways(p.m, p.n, slices, p.places, device.multiprocessors, *how):
         name = f"{tile}, K in {parts} parts" if parts > 1 else str(tile)
         yield Way(name, cost, partial(plan_with, p, kind, device, tile, parts))
 
 
-def _lies(product: Product, kind: str) -> Lies:
-    """Return how the factors and blocks lie; a copy has rows of whole lines."""
+def _lies(product: Product, kind: str, low: bool = False) -> Lies:
+    """Return how the factors and blocks lie; a copy has rows of whole lines.
+
+    `low`: rows are so few, and K so short, that a block's epilogue decides (`too_low`).
+    """
 
     def lines(operand: Operand) -> int:
         # (one of the strides is 1, where it is taken as it lies)
@@ -139,18 +144,17 @@ def _lies(product: Product, kind: str) -> Lies:
         return 2 if operand.fits_copies() and row % 128 else 1
 
     _, deep, own = product.y.strides
-    return Lies(
-        abs(own) < abs(deep), lines(product.x), lines(product.y), _on_its_side(product, kind)
-    )
+    across, sideways = abs(own) < abs(deep), _on_its_side(product, kind, low)
+    return Lies(across, lines(product.x), lines(product.y), sideways)
 
 
-def _on_its_side(product: Product, kind: str) -> str:
+def _on_its_side(product: Product, kind: str, low: bool) -> str:
     """Return which blocks may lie on their side, as `Lies` has it.
 
     Those of one sum in 16 bits, whose factors come as they lie, X along K, and whose results and
     operand are moved in boxes; planes of a sum in parts are not.
     """
-    p, tiles = product, sideways_tiles(product.m)
+    p, tiles = product, sideways_tiles(product.m, low)
     if not tiles or kind not in HALF:
         return ""
     if p.has_two_sums or p.bias1 is not None or p.pre1 is not None or p.woven:
@@ -341,6 +345,8 @@ def _ways_sideways(product: Product, out: Operand, tile: HopperTile) -> _Ways | 
     extra, pre = product.extra, product.pre
     if out.dtype == "float32":
         return _Ways("float32", "") if extra is None and pre is None else None
+    if pre is not None and pre.dtype == "float32":  # (which threads store)
+        pre = None
     arrays = [x for x in (out, extra, pre) if x is not None]
     if (extra is not None and not extra.strides[2]) or any(x.dtype not in HALF for x in arrays):
         return None
@@ -365,6 +371,7 @@ def _gemm(
     n, pre, extra = product.n, product.pre, product.extra
     pairs = all(x is None or x.in_wholes(n, 2) for x in (pre, product.pre1))
     woven_out = product.woven_out and ways.out == "map"
+    pairs &= not tile.sideways  # (of which a thread has no neighbours in a row)
     stored = "map" if ways.pre_map or woven_out else "pairs" if pairs else "single"
     return Gemm(
         kind,

@@ -147,10 +147,12 @@ HOPPER_LINE = 1.74
 #: 51 and 35 bytes a cycle; 196 x 4544 x 6144 64 x 192 33, 128 x 128 35, or 58 and 52. Of 1024 rows
 #: 64 x 128 takes the time of the table.)
 HOPPER_FEW_ROWS, HOPPER_SLICE_BYTES = 640, {64: 62, 128: 48}
-#: Of so few rows one warp of a group has all of a block's epilogue, and a multiprocessor two such
-#: warps: with no more slices of K than this, and so many blocks of LOW_COLUMNS for each, blocks by
+#: Of so few rows one warp of a group has all of an upright block's epilogue, and a multiprocessor
+#: two such warps. With no more slices of K than this, and so many blocks of LOW_COLUMNS for each,
+#: blocks lie on their side, of which all threads have some; where factors do not, blocks by
 #: mma.sync take it, of which several have a multiprocessor. (16 x (8 x 96 x 14336) took an H200 26
-#: us with relu, and 28 by mma.sync; with gelu by erf 44 to 58, where PyTorch took 27.)
+#: us with relu, and 28 by mma.sync; with gelu by erf 44 to 58 and 30, where PyTorch took 25. No GPU
+#: has timed it on its side.)
 LOW_ROWS, LOW_SLICES, LOW_COLUMNS, LOW_ROUNDS = 16, 2, 256, 2
 #: Slices of K of one part, at the least: the pipeline has to fill.
 HOPPER_PART = 8
@@ -199,12 +201,15 @@ def too_low(m: int, n: int, slices: int, places: int, multiprocessors: int) -> b
     return m <= LOW_ROWS and slices <= LOW_SLICES and blocks >= LOW_ROUNDS * multiprocessors
 
 
-def sideways_tiles(m: int) -> list[HopperTile]:
+def sideways_tiles(m: int, low: bool = False) -> list[HopperTile]:
     """Return the blocks on their side that so many rows fill as well as 64 of upright ones.
 
-    (Of 64 or 128 rows upright ones are as good: 1024 x 3200 x 8192 takes both 76 us.)
+    (Of 64 or 128 rows upright ones are as good: 1024 x 3200 x 8192 takes both 76 us.)  `low`: of a
+    product of which `too_low` holds.
     """
     least, most = SIDEWAYS_ROWS
+    if low:
+        return [HopperTile(128, -(-m // 8) * 8, 2, False, True)]
     if not least <= m <= most:
         return []
     found: dict[int, None] = {}
@@ -300,7 +305,7 @@ def ways(
         if columns % unit == 0 and (columns <= line or columns % line == 0):
             tiles.append(tile)
     if lies.sideways and sums == 1:
-        tiles += sideways_tiles(m)
+        tiles += sideways_tiles(m, m <= LOW_ROWS)
     most = max(1, slices // HOPPER_PART) if free else 1
     for tile in tiles:
         for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
