@@ -90,7 +90,7 @@ def mlp(
     array([[6.]])
     """
     outs = () if out is None else (out,)
-    options = (bool(keep),)
+    options = (True,) if keep else (False,)
     repeat = again("mlp", x, weights, biases, (), outs, activation, final, options, backend)
     if type(repeat) is tuple:
         if keep:

@@ -19,7 +19,7 @@ from numfuse.backends import ACTIVE, DEFAULT, LOADED
 from numfuse.kept import KeptStacks
 from numfuse.packs import Packed
 from numfuse.problem.operands import address, apart
-from numfuse.runtime.fingerprint import form_of
+from numfuse.runtime.fingerprint import NDARRAY, NOTHING, reader
 from numfuse.runtime.replay import Replay
 
 _SEQUENCES = {list, tuple, Packed}
@@ -134,7 +134,7 @@ def again(
     elif type(biases) not in _SEQUENCES:
         return None
     operands = (x, *weights, *biases, *others)
-    form = form_of((*operands, *outs) if outs else operands)
+    form = reader()((*operands, *outs) if outs else operands, NDARRAY, NOTHING)
     if form is None:
         return None
     try:

@@ -88,8 +88,15 @@ def _native() -> tuple[Callable[..., Any], Callable[..., bool]] | None:
     return array_objects.reader(names), array_objects.separator(names)
 
 
-_KINDS = id(ndarray), id(None)
+NDARRAY, NOTHING = id(ndarray), id(None)
 LEGIBLE = _legible()
+
+
+@functools.cache
+def reader() -> Callable[[tuple[Any, ...], int, int], Hashable]:
+    """Return `form_of`, which takes `NDARRAY` and `NOTHING`, too: a call less for who repeats."""
+    native = _native()
+    return (lambda operands, *_: _asked(operands)) if native is None else native[0]
 
 
 def form_of(operands: tuple[Any, ...]) -> Hashable:
@@ -98,9 +105,7 @@ def form_of(operands: tuple[Any, ...]) -> Hashable:
     None is returned where something else is in it, or an array that is not aligned. A dtype is in
     the form by its address: who keeps a form keeps the dtypes alive.
     """
-    native = _native()
-    form: Hashable = _asked(operands) if native is None else native[0](operands, *_KINDS)
-    return form
+    return reader()(operands, NDARRAY, NOTHING)
 
 
 def lie_apart(operands: tuple[Any, ...], outs: tuple[Any, ...]) -> bool:
@@ -115,5 +120,5 @@ def lie_apart(operands: tuple[Any, ...], outs: tuple[Any, ...]) -> bool:
     for x in outs:
         if x is not None:
             every = *operands, *outs
-            return native[1](every, len(outs), x.itemsize, _KINDS[1])
+            return native[1](every, len(outs), x.itemsize, NOTHING)
     return True

@@ -515,7 +515,8 @@ CASES = [
           HOPPER, ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",)),
     *[
         taken(f"wgmma bf16 on its side, {what}", WGMMA, product(m, n, k, "bfloat16", **features),
-              HOPPER, (f"wgmma.mma_async.sync.aligned.m64n{rows}k16", "stmatrix.sync.aligned.m8n8.x4.trans"))
+              HOPPER, (f"wgmma.mma_async.sync.aligned.m64n{rows}k16",
+                       "stmatrix.sync.aligned.m8n8.x4.trans"))
         for what, m, n, k, rows, features in (
             ("a layer", 257, 5632, 6144, 88, {"function": "gelu", "y_turned": True}),
             ("saved", 257, 5632, 6144, 88, {"function": "gelu", "pre": "float32"}),

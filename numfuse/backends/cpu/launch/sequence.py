@@ -150,12 +150,14 @@ class Program:
     #: The most threads that a sequence takes, and bytes of the recorded steps.
     threads: int = 0
     nbytes: int = 0
+    #: Whether anything comes before its steps.
+    begins: bool = False
 
 
 def nothing(zeroed: Several[int] = (), sums: Several[Sum] = ()) -> Program:
     """Return the program of a call whose results have no element or no term, but for `sums`."""
     call = Call("cpu", host.name(), host.vector_name(), "nothing", None)
-    return Program((), 0, zeroed, sums, (), call, ())
+    return Program((), 0, zeroed, sums, (), call, (), begins=True)
 
 
 def program(
@@ -213,7 +215,10 @@ def program(
             most, nbytes = max(most, len(words)), nbytes + 8 * len(words)
     size = table + 8 * (protocol.TABLE["T_ENTRIES"] + most)
     call, used = told.call, tuple(kernels)
-    return Program(tuple(made), size, zeroed, sums, tuple(needed), call, used, count, nbytes)
+    begins = bool(zeroed or sums or needed)
+    return Program(
+        tuple(made), size, zeroed, sums, tuple(needed), call, used, count, nbytes, begins
+    )
 
 
 def formulas_of(made: Program) -> list[Expr] | None:
@@ -274,12 +279,13 @@ def run(program: Program, arrays: tuple[np.ndarray | None, ...]) -> None:
 
     Trusts that the program and the arrays stay alive until the return, and that no kernel raises.
     """
-    for number in program.zeroed:
-        arrays[number][...] = 0  # type: ignore[index]
-    for sum_ in program.sums:
-        _sum(sum_, arrays)
-    if program.totals:
-        arrays = (*arrays, *[np.empty(shape, dtype) for shape, dtype in program.totals])
+    if program.begins:
+        for number in program.zeroed:
+            arrays[number][...] = 0  # type: ignore[index]
+        for sum_ in program.sums:
+            _sum(sum_, arrays)
+        if program.totals:
+            arrays = (*arrays, *[np.empty(shape, dtype) for shape, dtype in program.totals])
     # The usual case of `workspace.borrow` and `give_back` in place: each would take a call.
     try:
         memory = workspace.pool.pop()
@@ -288,11 +294,11 @@ def run(program: Program, arrays: tuple[np.ndarray | None, ...]) -> None:
     if memory is None or memory.size < program.size:
         memory = None  # it may be what the larger one lacks
         memory = workspace.borrow(program.size)
+    # (a tuple taken apart at once: each field of it by name is a look-up)
     for sequence in program.sequences:
-        if sequence.threads == 1 and entries.OBJECTS_CAN_BE_READ:
-            entries.entry("here")(
-                sequence.address, sequence.steps, id(arrays), memory.address, sequence.table
-            )
+        _, address, steps, count, _, table = sequence
+        if count == 1 and entries.OBJECTS_CAN_BE_READ:
+            entries.entry("here")(address, steps, id(arrays), memory.address, table)
         else:
             _run_anyhow(sequence, arrays, memory.address)
     if workspace.pool or memory.size > workspace.usual_bytes:
