@@ -11,7 +11,6 @@ the order of K.
 # ruff: noqa: F821
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +30,7 @@ from numfuse.backends.cuda.kernels.ampere.epilogue import (
     sum_columns,
 )
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
-from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY_LARGE, copy_pays
+from numfuse.backends.cuda.kernels.hopper.tiling import copies_pay
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 from numfuse.language.curves import leaf
 
@@ -285,9 +284,7 @@ def _is_wgmma(product: Product, device: DeviceInfo) -> bool:
     p = product
     if not p.free or intrinsics.itemsize(p.y.dtype) != 2 or device.capability[0] != 9:
         return False
-    sizes = p.m, p.n, p.k, 1
-    large = math.prod(sizes) >= HOPPER_COPY_LARGE
-    return large and all(copy_pays(*sizes, own) for own in (1, 2))
+    return copies_pay(p.m, p.n, p.k)
 
 
 def _pays(product: Product, device: DeviceInfo) -> bool:

@@ -36,7 +36,7 @@ from numfuse.backends.cuda.kernels import passes
 from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.ampere.vectors_gemm import Vectors, vector_product
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
-from numfuse.backends.cuda.kernels.hopper.tiling import copy_pays
+from numfuse.backends.cuda.kernels.hopper.tiling import copies_pay
 from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import (
     DeviceInfo,
@@ -437,7 +437,7 @@ def _goes_by_tiles(product: Product, half: bool) -> bool:
         return long.few > TILES_DOUBLE
     if not half or long.few <= TILES_HALF or long.width(p, 8) > 1:
         return False
-    return all(copy_pays(p.m, p.n, p.k, 1, own) for own in (1, 2))
+    return copies_pay(p.m, p.n, p.k)
 
 
 def _ways(product: Product, device: DeviceInfo, along: bool) -> Iterator[Way]:

@@ -221,14 +221,14 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
         if EXTRA == "map":
             if leader:
                 first_boxes(maps.extra, staging, arrived, here)
-        if BIAS != "" and SIDEWAYS:
+        if BIAS != "":
             biases_at = ends.bias.address + here.place * ends.bias.place * BIAS_SIZE
+        if BIAS != "" and SIDEWAYS:
             for i in unrolled(2):
                 column = here.row0 + row_of(thread) + 8 * i
                 ahead[i] = load_bias(biases_at, column, work.m, ends.bias.column)
         elif BIAS != "":
             # a thread's columns wait in registers until the block's products are there
-            biases_at = ends.bias.address + here.place * ends.bias.place * BIAS_SIZE
             for i in unrolled(BIASES):
                 column = here.column0 + thread + 128 * i
                 if 128 * i >= COLUMNS and TWO_BIASES:

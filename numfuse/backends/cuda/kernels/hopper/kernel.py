@@ -140,14 +140,9 @@ class Gemm:
         return 32 if self.pre1 == "map" else box_width(self.columns)
 
     @property
-    def piece_rows(self) -> int:
-        """Rows of these pieces."""
-        return self.tile.piece_rows if self.tile.sideways else 64
-
-    @property
     def chunks(self) -> int:
         if self.tile.sideways:
-            return self.columns // self.piece_rows
+            return self.columns // self.tile.piece_rows
         return self.tile.halves * self.columns // self.width
 
     @property
@@ -200,7 +195,7 @@ class Gemm:
 
     @property
     def staging_bytes(self) -> int:
-        needed = self._staged_pieces * 2 * self.width * self.piece_rows if self.staged else 0
+        needed = self._staged_pieces * 2 * self.width * self.tile.piece_rows if self.staged else 0
         if self.sums and not self.tile.sideways:
             needed = max(needed, 16 * self.tile.block_n)
         return -(-needed // 1024) * 1024 * self.tile.consumers
@@ -236,13 +231,13 @@ class Gemm:
     def bindings(self) -> dict[str, Any]:
         """All UPPER-case names of the templates."""
         t = self.tile
-        b = bound(t, "block_m block_n group ping_pong consumers halves sideways")
+        b = bound(t, "block_m block_n group ping_pong consumers halves sideways piece_rows")
         b |= bound(
             self,
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
             " bias_at full_at bias_bytes bias_places alone buffers width chunks staged out extra"
             " bias sums columns two_terms two_sums two_rights two_biases bias1 pre pre1 woven"
-            " woven_out y_columns y_box x_bytes piece_rows",
+            " woven_out y_columns y_box x_bytes",
         )
         b |= {
             "DEPTH": DEPTHS.get(self.operands, 64),

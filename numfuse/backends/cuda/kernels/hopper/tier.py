@@ -18,6 +18,7 @@ from numfuse.backends.cuda.kernels.hopper.kernel import ARGUMENTS, PRODUCTS, SHA
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
+    LOW_ROWS,
     HopperTile,
     Lies,
     box_width,
@@ -76,7 +77,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
     if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
         return None  # exact float32 is faster
-    low = kind in HALF and too_low(m, n, slices, places, device.multiprocessors)
+    low = _is_low(product, kind, slices, device)
     rows = _stored_by_rows(product, kind)
     lies = _lies(product, kind, low)
     if low and not lies.sideways:
@@ -125,11 +126,17 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     cut = not (p.whole or p.has_two_sums)
     sums = 1 + p.has_two_sums
     rows = _stored_by_rows(p, kind)
-    low = kind in HALF and too_low(p.m, p.n, slices, p.places, device.multiprocessors)
+    low = _is_low(p, kind, slices, device)
     how = PRODUCTS.get(kind, 0), p.is_curved, rows, cut, _lies(p, kind, low), sums
     for cost, tile, parts in hopper_ways(p.m, p.n, slices, p.places, device.multiprocessors, *how):
         name = f"{tile}, K in {parts} parts" if parts > 1 else str(tile)
         yield Way(name, cost, partial(plan_with, p, kind, device, tile, parts))
+
+
+def _is_low(product: Product, kind: str, slices: int, device: DeviceInfo) -> bool:
+    """Return whether `too_low` holds of a product of 16 bits."""
+    p = product
+    return kind in HALF and too_low(p.m, p.n, slices, p.places, device.multiprocessors)
 
 
 def _lies(product: Product, kind: str, low: bool = False) -> Lies:
@@ -154,8 +161,8 @@ def _on_its_side(product: Product, kind: str, low: bool) -> str:
     Those of one sum in 16 bits, whose factors come as they lie, X along K, and whose results and
     operand are moved in boxes; planes of a sum in parts are not.
     """
-    p, tiles = product, sideways_tiles(product.m, low)
-    if not tiles or kind not in HALF:
+    p, tiles = product, sideways_tiles(product.m)
+    if not tiles or kind not in HALF or (p.m <= LOW_ROWS and not low):
         return ""
     if p.has_two_sums or p.bias1 is not None or p.pre1 is not None or p.woven:
         return ""
@@ -198,13 +205,9 @@ def plan_with(
     planes = Planes.padded(product, parts)
     product = planes.stored
     out = product.out
-    if tile.sideways:
-        boxes = _ways_sideways(product, out, tile)
-        if boxes is None:
-            return None
-        ways = boxes
-    else:
-        ways = _ways(product, out, box_width(columns))
+    ways = _ways_of(product, out, tile, box_width(columns))
+    if ways is None:
+        return None
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.stage_bytes
     if gemm.planes == 1:
@@ -355,6 +358,13 @@ def _ways_sideways(product: Product, out: Operand, tile: HopperTile) -> _Ways | 
         return None
     of_extra, of_pre = (None if x is None else maps[id(x)] for x in (extra, pre))
     return _Ways("map", "" if extra is None else "map", maps[id(out)], of_extra, of_pre)
+
+
+def _ways_of(product: Product, out: Operand, tile: HopperTile, width: int) -> _Ways | None:
+    """Return those of a tile's blocks, whose pieces have so many columns where they stand."""
+    if tile.sideways:
+        return _ways_sideways(product, out, tile)
+    return _ways(product, out, width)
 
 
 def _gemm(

@@ -33,7 +33,9 @@ class HopperTile:
 
     @property
     def piece_rows(self) -> int:
-        """Rows of the pieces in which a block on its side is stored."""
+        """Rows of the pieces in which the epilogue takes a block."""
+        if not self.sideways:
+            return 64
         return self.block_n if self.block_n <= 128 else self.block_n // 2
 
     def blocks(self, m: int, n: int) -> int:
@@ -183,6 +185,11 @@ def copy_pays(m: int, n: int, k: int, places: int, own: int) -> bool:
     return large and other >= HOPPER_COPY_READ * k
 
 
+def copies_pay(m: int, n: int, k: int) -> bool:
+    """Return whether both 16-bit factors are copied, of however many places."""
+    return all(copy_pays(m, n, k, 1, own) for own in (1, 2))
+
+
 def hopper_splits(
     m: int, n: int, k: int, x_places: int, y_places: int, places: int, split: int
 ) -> bool:
@@ -201,15 +208,15 @@ def too_low(m: int, n: int, slices: int, places: int, multiprocessors: int) -> b
     return m <= LOW_ROWS and slices <= LOW_SLICES and blocks >= LOW_ROUNDS * multiprocessors
 
 
-def sideways_tiles(m: int, low: bool = False) -> list[HopperTile]:
+def sideways_tiles(m: int) -> list[HopperTile]:
     """Return the blocks on their side that so many rows fill as well as 64 of upright ones.
 
-    (Of 64 or 128 rows upright ones are as good: 1024 x 3200 x 8192 takes both 76 us.)  `low`: of a
-    product of which `too_low` holds.
+    (Of 64 or 128 rows upright ones are as good: 1024 x 3200 x 8192 takes both 76 us.) Up to
+    LOW_ROWS they are for a product of which `too_low` holds.
     """
     least, most = SIDEWAYS_ROWS
-    if low:
-        return [HopperTile(128, -(-m // 8) * 8, 2, False, True)]
+    if m <= LOW_ROWS:
+        return [HopperTile(128, max(8, -(-m // 8) * 8), 2, False, True)]
     if not least <= m <= most:
         return []
     found: dict[int, None] = {}
@@ -305,7 +312,7 @@ def ways(
         if columns % unit == 0 and (columns <= line or columns % line == 0):
             tiles.append(tile)
     if lies.sideways and sums == 1:
-        tiles += sideways_tiles(m, m <= LOW_ROWS)
+        tiles += sideways_tiles(m)
     most = max(1, slices // HOPPER_PART) if free else 1
     for tile in tiles:
         for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
