@@ -29,6 +29,9 @@ PRODUCTS = {
     "gated": 2, "gated backward": 6, "gated backward, saved": 4,
 }  # fmt: skip
 MOST = 1 << 16
+#: Elements that the error of a result comes from, draws of the operands that it takes at the most,
+#: and seconds: of one element the peer's error may be zero by luck.
+ELEMENTS, DRAWS, DRAW_SECONDS = 4096, 64, 0.5
 #: Widths of layers of published models, and rows: tokens of a step, of a batch, of an image.
 WIDTHS = (
     64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, 896, 960, 1024, 1152, 1280, 1408,
@@ -198,9 +201,14 @@ class Layers:
         generator = torch.Generator(device).manual_seed(case.seed)
         kind, lead = DTYPES[case.dtype], (case.batch,) if case.batch else ()
 
+        #: What was drawn, with its scale; and what is made of that by a forward, with how.
+        self._drawn: list[tuple[Any, float]] = []
+        self._made: list[tuple[list[Any], Callable[[], list[Any]]]] = []
+
         def normal(*lengths: int, scale: float = 1.0) -> Any:
             x = torch.randn(*lengths, device=device, dtype=torch.float32, generator=generator)
-            return (x * scale).to(kind)
+            self._drawn.append(((x * scale).to(kind), scale))
+            return self._drawn[-1][0]
 
         def weight() -> Any:
             own = () if case.shared else lead
@@ -214,6 +222,16 @@ class Layers:
         self.biases = [normal(case.n) if case.bias else None for _ in range(count)]
         self.grad = normal(*lead, case.m, case.n) if self.backward else None
         self.given = (self.grad, self.a, self.weights, self.biases)
+
+    def draw_again(self, seed: int) -> None:
+        """Write other numbers into all operands, and into what forwards saved of them."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for x, scale in self._drawn:
+            new = torch.randn(x.shape, device=x.device, dtype=torch.float32, generator=generator)
+            x.copy_(new * scale)
+        for tensors, make in self._made:
+            for x, new in zip(tensors, make(), strict=True):
+                x.copy_(new)
 
     # --- PyTorch's ways -------------------------------------------------------------------------
     def sums(self, a: Any, weights: Any, biases: Any, multiply: Any = None) -> list[Any]:
@@ -284,8 +302,14 @@ class Layers:
             return lambda: forward(a, *operands, act)
         options: dict[str, Any] = {}
         if self.saved:
-            made = forward(a, *operands, act, return_pre_activation=True)
-            options["pre_activation"] = made[1]
+
+            def save() -> Any:
+                return forward(a, *operands, act, return_pre_activation=True)[1]
+
+            options["pre_activation"] = saved = save()
+            pair = isinstance(saved, tuple)
+            self._made.append((list(saved) if pair else [saved],
+                               lambda: list(save()) if pair else [save()]))  # fmt: skip
         backward = nf.matmul_activation_mul_bwd if self.gated else nf.matmul_bias_activation_bwd
 
         def run() -> Any:
@@ -311,7 +335,10 @@ class Layers:
         found: Contestants = {"numfuse": self.numfuse()}
         call, given = self.value, (a, weights, biases)
         if self.backward:
-            kept = self.kept(self.sums(a, weights, biases)) if self.saved else None
+            kept = None
+            if self.saved:
+                kept = self.kept(self.sums(a, weights, biases))
+                self._made.append((kept, lambda: self.kept(self.sums(a, weights, biases))))
             call, given = self.gradients, (grad, a, weights, biases, kept)
         found["torch"] = lambda: call(*given)
         if case.bias and not self.saved:
@@ -350,8 +377,8 @@ class Layers:
         return self.gradients(self.grad.double(), a, weights, biases, multiply=multiply)
 
 
-def errors(given: Any, exact: Sequence[Any]) -> list[float]:
-    """Return the relative error of each result in the Frobenius norm; NaN is infinite."""
+def norms(given: Any, exact: Sequence[Any]) -> list[tuple[float, float]]:
+    """Return of each result the Frobenius norms of its error and of what is exact."""
     parts = given if isinstance(given, tuple) else (given,)
     found = []
     for x, wanted in zip(parts, exact, strict=True):
@@ -360,6 +387,18 @@ def errors(given: Any, exact: Sequence[Any]) -> list[float]:
             raise ValueError(
                 f"a result must have shape {tuple(wanted.shape)}, got {tuple(x.shape)}"
             )
-        off, size = float((x.double() - wanted).norm()), float(wanted.norm())
+        found.append((float((x.double() - wanted).norm()), float(wanted.norm())))
+    return found
+
+
+def errors(*draws: list[tuple[float, float]]) -> list[float]:
+    """Return the relative error of each result over `norms` of one or more draws; NaN is infinite.
+
+    It is that of one long vector of all draws: an exact value near zero does not decide alone.
+    """
+    found = []
+    for parts in zip(*draws, strict=True):
+        off = math.hypot(*(x for x, _ in parts))
+        size = math.hypot(*(x for _, x in parts))
         found.append(off / size if size and off == off else 0.0 if off == 0 else math.inf)
     return found

@@ -95,12 +95,31 @@ def test_a_case_is_measured_and_kept(script, operation, tmp_path, monkeypatch):
 def test_a_wrong_result_and_a_nan_show_in_the_error(script):
     import torch
 
-    errors = script("sweep_cases").errors
+    cases = script("sweep_cases")
     exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert errors(torch.tensor([3.0, 4.5]), (exact,)) == [0.1]
-    assert errors((exact, torch.tensor([3.0, torch.nan])), (exact, exact)) == [0.0, np.inf]
+    off = cases.norms(torch.tensor([3.0, 4.5]), (exact,))
+    assert off == [(0.5, 5.0)] and cases.errors(off) == [0.1]
+    nan = cases.norms((exact, torch.tensor([3.0, torch.nan])), (exact, exact))
+    assert cases.errors(nan) == [0.0, np.inf]
+    assert cases.errors(off, [(1.2, 12.0)]) == [0.1]  # 5, 12 and 13
     with pytest.raises(ValueError, match=r"must have shape \(2,\), got \(1,\)"):
-        errors(torch.tensor([3.0]), (exact,))
+        cases.norms(torch.tensor([3.0]), (exact,))
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward, saved", "gated backward, saved"])
+def test_other_numbers_are_drawn_into_what_was_saved_too(script, operation):
+    import torch
+
+    cases = script("sweep_cases")
+    case = cases.Case(operation, "f64", 5, 6, 1, 0, False, True, True, "silu", False, 3)
+    layers = cases.Layers(case, "cpu")
+    contestants = layers.contestants(False)
+    before = layers.exact()
+    layers.draw_again(4)
+    exact = layers.exact()
+    assert not any(torch.equal(x, y) for x, y in zip(before, exact, strict=True))
+    for call in contestants.values():
+        assert max(cases.errors(cases.norms(call(), exact))) < 1e-14
 
 
 def test_the_report_counts_shapes_errors_and_the_worst(script, tmp_path):

@@ -3,7 +3,7 @@
 A block has 32 columns of the result, all rows and all of K. Y comes by cp.async in slices through a
 long ring in shared memory, so that most of that is on its way at any time. Of each slice every warp
 has its share of K, for all rows: an element is the sum of eight parts, one a warp, added up in the
-order of the warps, each in chains of `tiling.CHAIN`. That order depends on K and the dtype
+order of the warps, each in chains of `tiling.THIN_CHAIN`. That order depends on K and the dtype
 alone, but where columns are so few that K is cut into parts, each a sum like this (`planes`).
 
 Up to 16 rows a lane has one column and all of them. Of more it has a quarter or an eighth of them,
@@ -230,7 +230,7 @@ def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
         "WAIT_ALL": accesses.fetch_wait(0),
         "CLEAR": clear(sums),
         "MULTIPLY": _multiply(thin),
-        "CHAIN": tiling.CHAIN // thin.share,
+        "CHAIN": tiling.THIN_CHAIN // thin.share,
         "ADD": add(sums),
         "RUN": tiling.RUN,
         "CUT": cut,
