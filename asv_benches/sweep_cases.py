@@ -263,8 +263,9 @@ class Layers:
         return [value if self.keeps_result else first, value, sums[1]]
 
     def gradients(
-        self, grad: Any, a: Any, weights: Any, biases: Any, kept: Any = None, multiply: Any = None
-    ) -> tuple[Any, ...]:
+        self, grad: Any, a: Any, weights: Any, biases: Any, kept: Any = None, multiply: Any = None,
+        add_rows: Any = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Return d_a, and d_b and d_bias of every weight; `kept`: of the forward."""
         product = multiply or torch.matmul
         if kept is None:
@@ -287,7 +288,8 @@ class Layers:
             d_b = product(rows.mT, flat) if by_rows else product(flat.mT, rows).mT
             of_weights.append(d_b)
             if bias is not None:
-                of_weights.append(g.reshape(-1, g.shape[-1]).sum(0))
+                flat = g.reshape(-1, g.shape[-1])
+                of_weights.append(flat.sum(0) if add_rows is None else add_rows(flat))
         return d_a, *of_weights
 
     # --- all of them ----------------------------------------------------------------------------
@@ -374,7 +376,13 @@ class Layers:
         biases = [None if x is None else x.double() for x in self.biases]
         if not self.backward:
             return (self.value(a, weights, biases, multiply),)
-        return self.gradients(self.grad.double(), a, weights, biases, multiply=multiply)
+
+        def add_rows(x: Any) -> Any:
+            # (a plain sum would have the roundings of PyTorch's way, and call it exact)
+            return multiply(torch.ones_like(x[:, :1]).mT, x)[0]
+
+        given = self.grad.double(), a, weights, biases
+        return self.gradients(*given, multiply=multiply, add_rows=add_rows)
 
 
 def norms(given: Any, exact: Sequence[Any]) -> list[tuple[float, float]]:

@@ -19,8 +19,9 @@ try:
     from cuda_devices import AMPERE, HOPPER
     from cuda_machine import Machine
 
+    from numfuse.backends.cuda.compile.schema import arguments
     from numfuse.backends.cuda.kernels import joins, layouts, passes, pointwise
-    from numfuse.backends.cuda.kernels.ampere import copies, outer, simt, tensor_core, thin
+    from numfuse.backends.cuda.kernels.ampere import blocks, copies, outer, simt, tensor_core, thin
     from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -298,10 +299,47 @@ def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_chains_of_a_sum_are_whole_slices_of_equal_lengths(dtype):
     for k in (1, 31, 255, 256, 257, 500, 512, 513, 768, 769, 1000, 7000, 100_000):
-        length, one = tiling.chain(k, dtype), k <= tiling.ONE_CHAIN[dtype]
-        assert length % 32 == 0 and length <= (tiling.ONE_CHAIN[dtype] if one else tiling.CHAIN)
-        count = -(-k // length)
-        assert count == (1 if one else -(-k // tiling.CHAIN)), k
+        for most in {tiling.ONE_CHAIN[dtype], tiling.CHAIN}:
+            length, one = tiling.chain(k, most), k <= most
+            assert length % 32 == 0 and length <= (most if one else tiling.CHAIN)
+            count = -(-k // length)
+            assert count == (1 if one else -(-k // tiling.CHAIN)), k
+
+
+def test_a_d_b_of_few_blocks_has_short_chains_in_float64():
+    """Guards: an error of twice cuBLAS's, which cuts such sums into parts (docs/cuda.md)."""
+    assert tiling.one_chain("float64", 60, 223, True) == tiling.CHAIN
+    assert tiling.one_chain("float64", 60, 223, False) == tiling.ONE_CHAIN["float64"]
+    assert tiling.one_chain("float64", 640, 448, True) == tiling.ONE_CHAIN["float64"]
+
+    def chains(rows):
+        steps = [Operand("float64", (0, columns, 1), 16) for columns in (1, 223, 223)]
+        x = Operand("float64", (0, 1, 60), 16)
+        made = Product(60, 223, rows, 1, x, *steps[1:], "float64", free=True)
+        (launch,) = tensor_core.TENSOR_CORES.take(made, HOPPER).launches
+        at = arguments(blocks.block_product).index("chain")
+        return -(-rows // launch.arguments[at])
+
+    assert [chains(rows) for rows in (256, 353)] == [1, 2]
+
+
+def test_a_block_that_is_alone_has_more_slices_on_their_way():
+    """Guards: one round of float64 blocks does not wait for memory (docs/cuda.md)."""
+
+    def taken(m, k, n, info=HOPPER):
+        x, y, out = (Operand("float64", (0, c, 1), 16) for c in (k, n, n))
+        made = Product(m, n, k, 1, x, y, out, "float64", whole=True)
+        plan = tensor_core.TENSOR_CORES.take(made, info)
+        assert plan.launches[0].shared_bytes <= info.shared_per_block
+        return plan.tiling
+
+    assert taken(256, 768, 1600).stages == 6
+    assert taken(128, 1000, 1600).stages == 8
+    assert taken(512, 512, 512).stages == 8
+    # not where blocks share a multiprocessor, nor where it has no room for them
+    assert taken(784, 1664, 2816).resident > 1
+    small = replace(HOPPER, shared_per_block=99 << 10, shared_per_multiprocessor=100 << 10)
+    assert taken(256, 768, 1600, small).stages < 6
 
 
 @pytest.mark.parametrize(
@@ -321,7 +359,7 @@ def test_long_sums_of_chains(dtype, kept, k, options, short_chains):
 def test_few_rows_of_long_sums(dtype, m, short_chains, monkeypatch):
     monkeypatch.setattr(tiling, "THIN_SLICE", 8192 if m == 2 else 4096)
     monkeypatch.setattr(tiling, "THIN_STAGES", 3 if m == 2 else 6)
-    monkeypatch.setattr(tiling, "CHAIN", 16)  # of each warp's share
+    monkeypatch.setattr(tiling, "THIN_CHAIN", 16)  # of each warp's share
     check(dtype, None, m, 20, 400, epilogue="residual")
 
 
@@ -406,6 +444,26 @@ def test_float64_in_chunks_of_any_length(chunk):
 )
 def test_other_tiles_of_threads(tile):
     check("float32", tile, 40, 68, 28, epilogue="slope")
+
+
+@pytest.mark.parametrize("values", [2, 4])
+@pytest.mark.parametrize("tile", tiling.CORE_BLOCKS, ids=str)
+def test_a_warp_turns_a_factor_in_one_turn_of_shared_memory(tile, values):
+    """Guards: no two values that a warp writes together lie in one bank (docs/cuda.md)."""
+    factor = Operand("float32", (0, 1 << 10, 1), 4 * values)
+    found = simt.fetch(factor, 1, tile.block_m, tile)
+    assert found.held and found.values == values
+    places = [found.row(k) for k in range(found.depth)]
+    assert sorted(places) == list(range(found.depth))
+    for v in range(values):
+        banks = set()
+        for lane in range(32):
+            along, own = lane % found.fast * values, lane // found.fast
+            row = found.row(along + v)
+            # where the kernel writes, and where it reads
+            assert along * found.k_start + found.row(v) * found.offsets[1] == row * found.pitch * 4
+            banks.add((row * found.pitch + own) % 32)
+        assert len(banks) == 32
 
 
 def test_a_factor_of_few_columns_is_turned_by_all_threads():

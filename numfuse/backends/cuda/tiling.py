@@ -49,6 +49,10 @@ CHAIN = 256
 #: of cuBLAS, whose sums are one chain, are the same). Layers of 768 of a network with 50 directions
 #: took an H200 6.03 ms and not 6.35.
 ONE_CHAIN = {"float32": 256, "float64": 768}
+#: Blocks of 64 x 64 of a d_b up to which that length is `CHAIN` in float64 too: the ends of chains
+#: are no matter where most multiprocessors have no block. (A d_b of 60 x 223 over 353 rows had
+#: twice cuBLAS's error, which cuts such sums into parts.)
+SHORT_CHAINS = 32
 #: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
 #: these are cut into parts.
 BLOCKS_PER_MULTIPROCESSOR = 2
@@ -112,9 +116,18 @@ POOL_SHARE = 16
 COPIES_BYTES = 4 << 30
 
 
-def chain(k: int, dtype: str) -> int:
-    """The length of the chains of a sum over `k`: equal ones, of whole slices of 32."""
-    chains = 1 if k <= ONE_CHAIN[dtype] else -(-k // CHAIN)
+def one_chain(dtype: str, m: int, n: int, free: bool) -> int:
+    """The most values that are one chain in the blocks of a product; `free`: of a d_b."""
+    short = free and -(-m // 64) * -(-n // 64) <= SHORT_CHAINS
+    return CHAIN if short else ONE_CHAIN[dtype]
+
+
+def chain(k: int, one: int) -> int:
+    """The length of the chains of a sum over `k`: equal ones, of whole slices of 32.
+
+    Up to `one` values are a single one.
+    """
+    chains = 1 if k <= one else -(-k // CHAIN)
     return round_up(-(-k // chains), 32)
 
 
@@ -197,11 +210,16 @@ CORE_SHARED = 200 << 10
 #: Of K in an instruction of float64.
 DOUBLE_CHUNK = 8
 #: float64 on tensor cores, likewise: 60.0 TFLOP/s, and 55.8 with the epilogue of gelu (cuBLAS 63.0,
-#: and 30.8 with passes).
+#: and 30.8 with passes). The last two are for results of one block on each multiprocessor, which
+#: have its shared memory to themselves: with three slices on their way that of 256 x 768 x 1600
+#: waits for memory. (An H200: 21.9 us, by the first 27.7, cuBLAS's product 23.3; 128 x 1000 x 1600
+#: 17.7, by the second 22.4, cuBLAS 22.8.)
 DOUBLE_BLOCKS = (
     CudaBlock(64, 64, 16, 32, 32, 3, 3, 8),
     CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.98),
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.92),
+    CudaBlock(64, 64, 16, 32, 16, 6, 1, 8, speed=1.23),
+    CudaBlock(32, 64, 16, 32, 16, 8, 1, 8, speed=1.18),
 )
 #: The same where the sum has several chains, which registers add up: at 4096 cubed 2528 us, beside
 #: 2530 of one chain in the tiles above. (An H200, the second beside what was chosen without it:
@@ -213,11 +231,13 @@ DOUBLE_LONG = (
     CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.95),
     CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.92),
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=1.0),
+    CudaBlock(64, 64, 16, 32, 16, 6, 1, 8, speed=1.05),
+    CudaBlock(32, 64, 16, 32, 16, 8, 1, 8, speed=1.16),
 )
 #: The same of products of all members of points: where K is that of a network's layer a block ends
 #: and begins in an eighth of its time, and while one does, another one multiplies. (No GPU has
 #: timed this yet.)
-DOUBLE_MEMBERS = DOUBLE_LONG[2:]
+DOUBLE_MEMBERS = DOUBLE_LONG[2:5]
 #: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
 #: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337. Sums are
 #: one chain, as wgmma's: what the unit cuts off is below the rounding of a 16-bit result, and 128

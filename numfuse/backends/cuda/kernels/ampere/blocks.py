@@ -230,7 +230,8 @@ def plan(
     """
     tile = engine.tile
     first, last = columns or (0, product.n)
-    chain = tiling.chain(min(part, product.k), product.accumulator)
+    one = tiling.one_chain(product.accumulator, product.m, product.n, product.free)
+    chain = tiling.chain(min(part, product.k), one)
     cluster = parts if clustered else 1
     parts //= cluster
     planes = Planes.of(product, parts, workspace)

@@ -96,8 +96,8 @@ def block_product(
     y_k_step = y.row * Y_K_STEP - y.column * Y_BACK
     x_slice, y_slice = x.column * BLOCK_K, y.row * BLOCK_K
     # LLVM would compute these in the loop, at every use
-    x_to = fresh(i32(memory + x_own * X_OWN_OFFSET + x_along * X_K_OFFSET))
-    y_to = fresh(i32(memory + X_BYTES + y_own * Y_OWN_OFFSET + y_along * Y_K_OFFSET))
+    x_to = fresh(i32(memory + x_own * X_OWN_OFFSET + x_along * X_K_START))
+    y_to = fresh(i32(memory + X_BYTES + y_own * Y_OWN_OFFSET + y_along * Y_K_START))
 
     if WAITS == "first":
         grid_wait()

@@ -94,7 +94,7 @@ class _Factor:
         own, along = self.fetch.offsets
         found = []
         for i in range(0, self.count, FOUR):
-            offset = self.place(i) * own + k * along
+            offset = self.place(i) * own + self.fetch.row(k) * along
             found += read_vector(builder, at, offset, F32, FOUR)
         return found
 
@@ -194,7 +194,7 @@ def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
         # neighbours along k are turned on their way through registers
         held=along_k and values > 1,
         # half a line of memory side by side: two sectors of a line are one request of the cache,
-        # which its reads from shared memory wait for (and outweigh the two turns of a write there)
+        # which its reads from shared memory wait for
         side_by_side=min(SIDE[values > 1], tile.block_k) // values if along_k else 0,
     )
 

@@ -28,6 +28,8 @@ i32 = np.int32
 #: of 64 x 128, with 16 413; 422 and 403 in 64 x 64. One by one, where no line begins at a row's
 #: first value, 293 and 316 us for 550 x 1031 x 7637.)
 SIDE = 8, 16
+#: Values of K whose rows are woven (`Fetch.row`).
+WOVEN = 16
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,23 @@ class Fetch:
         return tuple(a * k_bytes + b * own_bytes for a in range(k) for b in range(own))
 
     @property
+    def woven(self) -> bool:
+        """Whether the rows of 16 values of K lie in another order (`row`).
+
+        Where threads side by side have all of them, the rows of a warp's writes are `values` apart,
+        and every second one of these would begin in the same bank.
+        """
+        return self.held and not self.k_inner and self.fast * self.values == WOVEN
+
+    def row(self, k: int) -> int:
+        """Return the place in shared memory of the row for `k`, where K is the outer axis."""
+        if not self.woven:
+            return k
+        half = self.values // 2
+        first, value = divmod(k % WOVEN, self.values)
+        return k // WOVEN * WOVEN + first * half + value % half + value // half * (WOVEN // 2)
+
+    @property
     def pitch(self) -> int:
         """Values from one row in shared memory to the next.
 
@@ -111,6 +130,11 @@ class Fetch:
         long, short = self.pitch * self.itemsize, self.itemsize
         return (long, short) if self.k_inner else (short, long)
 
+    @property
+    def k_start(self) -> int:
+        """Bytes in shared memory from a thread's first value to one further along K, for each."""
+        return self.offsets[1] // 2 if self.woven else self.offsets[1]
+
     def bindings(self) -> dict[str, Any]:
         (own, k), (repeats_own, repeats_k) = self.steps, self.repeats
         assert self.block % own == 0 and self.depth % k == 0, self
@@ -126,6 +150,8 @@ class Fetch:
             "K_REPEATS": repeats_k,
             "OWN_OFFSET": offset_own,
             "K_OFFSET": offset_k,
+            "K_START": self.k_start,
+            "ROWS": tuple(self.row(v) for v in range(self.values)),
             "BLOCK_K": self.depth,
         }
 
@@ -193,7 +219,7 @@ def _put_held(shared, registers):
         for b in unrolled(OWN_REPEATS):
             for v in unrolled(VALUES):
                 PUT(
-                    i32(shared + ((a * K_STEP + v) * K_OFFSET + b * OWN_STEP * OWN_OFFSET)),
+                    i32(shared + ((a * K_STEP + ROWS[v]) * K_OFFSET + b * OWN_STEP * OWN_OFFSET)),
                     registers[(a * OWN_REPEATS + b) * VALUES + v],
                 )
 
@@ -201,7 +227,7 @@ def _put_held(shared, registers):
 def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
     """The functions by which a factor comes to shared memory."""
     f = fetch.bindings()
-    names = ("OWN_STEP", "OWN_GAP", "K_STEP", "OWN_OFFSET", "K_OFFSET", "OWN_REPEATS")
+    names = ("OWN_STEP", "OWN_GAP", "K_STEP", "OWN_OFFSET", "K_START", "OWN_REPEATS")
     found: dict[str, Any] = {name: f[name] for name in names} | {
         "FIRST": inlined(_first, **f),
         "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_GAP"],

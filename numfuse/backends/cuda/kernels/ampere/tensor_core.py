@@ -264,12 +264,19 @@ def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
     if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
         return ()
     if p.x.dtype == "float64":
-        long = p.k > tiling.ONE_CHAIN["float64"]
+        long = p.k > tiling.one_chain("float64", p.m, p.n, p.free)
         if long and p.members is not None:
             return tiling.DOUBLE_MEMBERS
-        return tiling.DOUBLE_LONG if long else tiling.DOUBLE_BLOCKS
+        tiles = tiling.DOUBLE_LONG if long else tiling.DOUBLE_BLOCKS
+        return tuple(tile for tile in tiles if tile.resident > 1 or _has_room(tile, device))
     held = 1 in (_values(p.x, 1)[1], _values(p.rights[0], 2)[1])
     return tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
+
+
+def _has_room(tile: CudaBlock, device: DeviceInfo) -> bool:
+    """Return whether a block of a device can have the slices of a float64 tile."""
+    values = (tile.block_m + tile.block_n) * (tile.block_k + 4)
+    return tile.stages * values * 8 + (16 << 10) <= device.shared_per_block
 
 
 def _fitting(plan: Plan | None, device: DeviceInfo) -> Plan | None:
