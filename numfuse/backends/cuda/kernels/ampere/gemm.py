@@ -103,39 +103,54 @@ def block_product(
         grid_wait()
     if RELEASES:
         grid_release()
-    # a factor that goes through registers is loaded a slice ahead of what is put
+    # A factor that goes through registers is put two slices ahead, and loaded one more. (As far
+    # ahead as the copies go, each slice before the first product would wait for the one before.)
     if X_HELD:
+        x_first = cuda.local.array(X_HELD, dtype=X_REGISTER)
         x_held = cuda.local.array(X_HELD, dtype=X_REGISTER)
         for i in unrolled(X_HELD):
-            x_held[i] = X_REGISTER(0)
-        X_AHEAD(x_held, x_at, x_left, k_left, x_along, whole, x_step, x_k_step)
+            x_first[i], x_held[i] = X_REGISTER(0), X_REGISTER(0)
+        X_AHEAD(x_first, x_at, x_left, k_left, x_along, whole, x_step, x_k_step)
+        x_at = x_at + x_slice
+        k_ahead = i32(k_left - BLOCK_K)
+        X_AHEAD(x_held, x_at, x_left, k_ahead, x_along, whole, x_step, x_k_step)
         x_at = x_at + x_slice
     if Y_HELD:
+        y_first = cuda.local.array(Y_HELD, dtype=Y_REGISTER)
         y_held = cuda.local.array(Y_HELD, dtype=Y_REGISTER)
         for i in unrolled(Y_HELD):
-            y_held[i] = Y_REGISTER(0)
-        Y_AHEAD(y_held, y_at, y_left, k_left, y_along, whole, y_step, y_k_step)
+            y_first[i], y_held[i] = Y_REGISTER(0), Y_REGISTER(0)
+        Y_AHEAD(y_first, y_at, y_left, k_left, y_along, whole, y_step, y_k_step)
         y_at = y_at + y_slice
+        k_ahead = i32(k_left - BLOCK_K)
+        Y_AHEAD(y_held, y_at, y_left, k_ahead, y_along, whole, y_step, y_k_step)
+        y_at = y_at + y_slice
+    k_third = i32(k_left - 2 * BLOCK_K)
     write = i32(0)
     while write < STAGES * STAGE:
-        x_next, y_next = i32(x_to + write), i32(y_to + write)
-        k_ahead = i32(k_left - BLOCK_K)
         # (what lies behind the last slice is never multiplied, and so nobody writes zeros there)
         if k_left > 0:
-            if X_HELD:
-                X_PUT(x_next, x_held)
-                X_AHEAD(x_held, x_at, x_left, k_ahead, x_along, whole, x_step, x_k_step)
-            else:
-                X_MASKED(x_next, x_at, x_left, k_left, x_along, x_step, x_k_step)
-            if Y_HELD:
-                Y_PUT(y_next, y_held)
-                Y_AHEAD(y_held, y_at, y_left, k_ahead, y_along, whole, y_step, y_k_step)
-            else:
-                Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_step, y_k_step)
+            if X_COPIES:
+                X_MASKED(i32(x_to + write), x_at, x_left, k_left, x_along, x_step, x_k_step)
+            if Y_COPIES:
+                Y_MASKED(i32(y_to + write), y_at, y_left, k_left, y_along, y_step, y_k_step)
         fetch_commit()
-        x_at, y_at = x_at + x_slice, y_at + y_slice
-        k_left = k_ahead
+        if X_COPIES:
+            x_at = x_at + x_slice
+        if Y_COPIES:
+            y_at = y_at + y_slice
+        k_left = i32(k_left - BLOCK_K)
         write = i32(write + STAGE)
+    if X_HELD:
+        X_PUT(x_to, x_first)
+        X_PUT(i32(x_to + STAGE), x_held)
+        X_AHEAD(x_held, x_at, x_left, k_third, x_along, whole, x_step, x_k_step)
+        x_at = x_at + x_slice
+    if Y_HELD:
+        Y_PUT(y_to, y_first)
+        Y_PUT(i32(y_to + STAGE), y_held)
+        Y_AHEAD(y_held, y_at, y_left, k_third, y_along, whole, y_step, y_k_step)
+        y_at = y_at + y_slice
 
     total = cuda.local.array(TOTALS, dtype=ACCUMULATOR)
     now = cuda.local.array(FACTORS, dtype=FACTOR)
@@ -162,12 +177,14 @@ def block_product(
             block_barrier()
             x_next, y_next = i32(x_to + stage), i32(y_to + stage)
             stage = i32(stage + STAGE) if stage < (STAGES - 1) * STAGE else i32(0)
-            k_ahead = i32(k_left - BLOCK_K)
+            if X_HELD or Y_HELD:
+                to = i32(stage + STAGE) if stage < (STAGES - 1) * STAGE else i32(0)
+                k_ahead = i32(k_left + (STAGES - 3) * BLOCK_K)
             if X_HELD:
-                X_PUT(x_next, x_held)
+                X_PUT(i32(x_to + to), x_held)
                 X_AHEAD(x_held, x_at, x_left, k_ahead, x_along, whole, x_step, x_k_step)
             if Y_HELD:
-                Y_PUT(y_next, y_held)
+                Y_PUT(i32(y_to + to), y_held)
                 Y_AHEAD(y_held, y_at, y_left, k_ahead, y_along, whole, y_step, y_k_step)
             if whole and k_left >= BLOCK_K:
                 x_run, y_run = x_at, y_at
@@ -191,7 +208,7 @@ def block_product(
                     MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
             fetch_commit()
             x_at, y_at = x_at + x_slice, y_at + y_slice
-            k_left = k_ahead
+            k_left = i32(k_left - BLOCK_K)
         if KEPT == "registers":
             if k_left > end:
                 ADD(kept, total)

@@ -142,8 +142,8 @@ HOPPER_START = 4200
 #: Bytes a cycle that all multiprocessors together move to and from memory.
 HOPPER_BYTES = 2300
 #: What parts of K add: the launch that adds them up, and bytes of an element of each. (Differences
-#: of 40 pairs of ways say so, within 2000 cycles. With 4200 and 8 bytes 128 x 1664 x 80 was cut, and
-#: took an H100 9.7 us for 8.9; with 6200 16 x 2560 x 896 was not, an H200 11.3 us for 10.5.)
+#: of 40 pairs of ways, within 2000 cycles. With 4200 and 8 bytes 128 x 1664 x 80 was cut, which
+#: took an H100 9.7 us for 8.9, with 6200 16 x 2560 x 896 was not, an H200 11.3 us for 10.5.)
 HOPPER_JOIN, HOPPER_PLANE = 4800, 11
 #: Cycles in which a multiprocessor gets a line of 128 bytes.
 HOPPER_LINE = 1.74
