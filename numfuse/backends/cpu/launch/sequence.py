@@ -152,6 +152,9 @@ class Program:
     nbytes: int = 0
     #: Whether anything comes before its steps.
     begins: bool = False
+    #: Where it is one sequence in the calling thread alone: the native function, and what it takes
+    #: beside arrays and memory (the steps' address, how many they are, where the table lies).
+    alone: tuple[Any, int, int, int] | None = None
 
 
 def nothing(zeroed: Several[int] = (), sums: Several[Sum] = ()) -> Program:
@@ -216,8 +219,11 @@ def program(
     size = table + 8 * (protocol.TABLE["T_ENTRIES"] + most)
     call, used = told.call, tuple(kernels)
     begins = bool(zeroed or sums or needed)
+    alone = None
+    if len(made) == count == 1 and not begins and entries.OBJECTS_CAN_BE_READ:
+        alone = entries.entry("here"), made[0].address, made[0].steps, table
     return Program(
-        tuple(made), size, zeroed, sums, tuple(needed), call, used, count, nbytes, begins
+        tuple(made), size, zeroed, sums, tuple(needed), call, used, count, nbytes, begins, alone
     )
 
 
@@ -295,12 +301,16 @@ def run(program: Program, arrays: tuple[np.ndarray | None, ...]) -> None:
         memory = None  # it may be what the larger one lacks
         memory = workspace.borrow(program.size)
     # (a tuple taken apart at once: each field of it by name is a look-up)
-    for sequence in program.sequences:
-        _, address, steps, count, _, table = sequence
-        if count == 1 and entries.OBJECTS_CAN_BE_READ:
-            entries.entry("here")(address, steps, id(arrays), memory.address, table)
-        else:
-            _run_anyhow(sequence, arrays, memory.address)
+    if program.alone is not None:
+        here, address, steps, table = program.alone
+        here(address, steps, id(arrays), memory.address, table)
+    else:
+        for sequence in program.sequences:
+            _, address, steps, count, _, table = sequence
+            if count == 1 and entries.OBJECTS_CAN_BE_READ:
+                entries.entry("here")(address, steps, id(arrays), memory.address, table)
+            else:
+                _run_anyhow(sequence, arrays, memory.address)
     if workspace.pool or memory.size > workspace.usual_bytes:
         workspace.give_back(memory)
     else:
