@@ -3,7 +3,7 @@
     python asv_benches/cuda_blocks.py --prepare 12
     python asv_benches/cuda_blocks.py --dtypes f64 --rows 16 64 4096
 
-What `tiling.DOUBLE_FEW`, `DOUBLE_BLOCKS` and `THIN_ROWS` are chosen by. Every
+What `few_tiling.DOUBLE_FEW`, `DOUBLE_BLOCKS` and `THIN_ROWS` are chosen by. Every
 contestant is a CUDA graph of one forward with gelu and a bias (or of its d_a), so that the device
 alone is timed; turns, flushes and medians as in `cuda_gpu`, results compared with float64.
 """
@@ -22,7 +22,7 @@ from cuda_gpu import Clock, Contestants, gelu, graph_of, operands, torch_add_for
 from cuda_tiles import Work, forget, prepare, recorded
 
 import numfuse as nf
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import few_tiling, tiling
 from numfuse.backends.cuda.tiling import CudaBlock, round_up
 
 Choice = tuple[CudaBlock, int] | str
@@ -98,11 +98,11 @@ def forced(choice: Choice) -> Iterator[None]:
         part = round_up(-(-k // cluster), tile.block_k)
         return tile, part, -(-k // part), 0.0  # (no work: all columns by one launch)
 
-    with mock.patch.object(tiling, "THIN_ROWS", thin):
+    with mock.patch.object(few_tiling, "THIN_ROWS", thin):
         if choice == "thin":
             yield
         else:
-            few = mock.patch.object(tiling, "few", lambda tiles, *sizes: None)
+            few = mock.patch.object(few_tiling, "few", lambda tiles, *sizes: None)
             with few, mock.patch.object(tiling, "block", block):
                 yield
 

@@ -5,11 +5,11 @@
     python asv_benches/cuda_fit.py --steps 0               the error of today's constants alone
 
 A sweep times other ways of one product of some cases: other tiles, parts of K, copies. The models
-(`tiling.cost`, `hopper.tiling.cycles`, `tiling.thin_cost`, `copies.added`) give each a cost, which
-a rate and a constant make to seconds, and no way is faster than memory. All constants are fitted by
-least squares of log(predicted / measured), one kind of kernels at a time. Printed are the median
-and the 95th percentile of its absolute value, and those of the regret: how much longer the way
-takes that the model would choose than the fastest one. `--held 4` fits to three quarters of the
+(`tiling.cost`, `hopper.tiling.cycles`, `few_tiling.thin_cost`, `copies.added`) give each a cost,
+which a rate and a constant make to seconds, and no way is faster than memory. All constants are
+fitted by least squares of log(predicted / measured), one kind of kernels at a time. Printed are the
+median and the 95th percentile of its absolute value, and those of the regret: how much longer the
+way takes that the model would choose than the fastest one. `--held 4` fits to three quarters of the
 products and prints the errors of the others.
 """
 
@@ -130,7 +130,7 @@ def kind_of(name: str, dtype: str) -> str:
 
 def constants(kind: str) -> list[Constant]:
     """Return the constants of a kind's model."""
-    from numfuse.backends.cuda import tiling
+    from numfuse.backends.cuda import few_tiling, tiling
     from numfuse.backends.cuda.kernels.ampere import copies
     from numfuse.backends.cuda.kernels.hopper import tiling as hopper
 
@@ -165,8 +165,8 @@ def constants(kind: str) -> list[Constant]:
 
     tier, _, dtype = kind.rpartition(" ")
     if tier == "few rows":
-        names = "THIN_FILL", "THIN_BYTES", "FMAS", "CORE_LAUNCH"
-        return [number(tiling, name) for name in names]
+        names = "THIN_FILL", "THIN_BYTES", "FMAS"
+        return [*(number(few_tiling, name) for name in names), number(tiling, "CORE_LAUNCH")]
     if tier == "wgmma":
         found = [cycles(i) for i in range(1, len(hopper.HOPPER_TILES))]
         for name in ("HOPPER_FINISH", "HOPPER_HIDDEN"):

@@ -397,7 +397,7 @@ def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse
 def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Sequence[str]) -> None:
     """Print the time of a gradient as a graph, by each tile of whole networks, and by layers."""
     from numfuse.adapters import cuda_whole
-    from numfuse.backends.cuda import tiling
+    from numfuse.backends.cuda import network_tiling
     from numfuse.backends.cuda.call.entry import forget
     from numfuse.backends.cuda.driver.devices import device
     from numfuse.backends.cuda.plan import networks
@@ -408,7 +408,7 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
     jet, how = (points_on, ws, bs, "tanh"), {"second": SECOND}
     ways: dict[str, Run] = {}
     forwards: dict[str, Run] = {}
-    kept = tiling.NETWORK_TILES[dtype], tiling.NETWORK_FORWARDS.get(dtype, ())
+    kept = network_tiling.TILES[dtype], network_tiling.FORWARDS.get(dtype, ())
     for word in ("layers", *words):
         cuda_whole.ENABLED = word != "layers"
         if cuda_whole.ENABLED:
@@ -416,9 +416,9 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
             made = tuple(map(int, back.split(",")))
             if made[0] < max(sizes[1:-1]) or made[0] > max(sizes[1:-1]) + 64:
                 continue
-            tiling.NETWORK_TILES[dtype] = (tiling.NetworkTile(*made),)
-            first = [tiling.NetworkTile(*map(int, there.split(",")))] if there else []
-            tiling.NETWORK_FORWARDS[dtype] = tuple(first)
+            network_tiling.TILES[dtype] = (network_tiling.NetworkTile(*made),)
+            first = [network_tiling.NetworkTile(*map(int, there.split(",")))] if there else []
+            network_tiling.FORWARDS[dtype] = tuple(first)
         networks.sizes_of.cache_clear()
         forget(device(0))
         run = ours(points_on, ws, bs, SECOND, burgers_fused)
@@ -431,7 +431,7 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
             forwards[f"{word} forward"] = graphed(lambda: nf.mlp_jet(*jet, keep=True, **how))
         except Exception as error:
             print(f"  {name}, {word}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    tiling.NETWORK_TILES[dtype], tiling.NETWORK_FORWARDS[dtype] = kept
+    network_tiling.TILES[dtype], network_tiling.FORWARDS[dtype] = kept
     exact = flat(ways["layers"]())
     for way, run in ways.items():
         error = np.abs(flat(run()) - exact).max() / np.abs(exact).max()

@@ -15,12 +15,12 @@ HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
 def slices(monkeypatch: Any, values: int) -> None:
     """Let the simulator's networks stream slices of so many values of K; 0: layers come whole."""
     from numfuse.adapters import cuda_values
-    from numfuse.backends.cuda import tiling
+    from numfuse.backends.cuda import network_tiling
     from numfuse.backends.cuda.call.entry import forget
     from numfuse.backends.cuda.driver.devices import device
     from numfuse.backends.cuda.plan import networks
 
-    monkeypatch.setattr(tiling, "NETWORK_SIMULATED_SLICE", values)
+    monkeypatch.setattr(network_tiling, "SIMULATED_SLICE", values)
     networks.sizes_of.cache_clear()
     cuda_values._sizes.cache_clear()
     forget(device(0))

@@ -27,7 +27,7 @@ except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
 from numfuse import epilogues
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import few_tiling, tiling
 from numfuse.backends.cuda.tiling import CudaBlock
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import Curve, leaf
@@ -188,7 +188,7 @@ def test_every_tile_fetches_every_layout(dtype):
     """Any product may be given to any of its tiles, by its sizes alone."""
     tables = {
         "float32": tiling.CORE_BLOCKS,
-        "float64": tiling.DOUBLE_BLOCKS + tiling.DOUBLE_LONG + tiling.DOUBLE_FEW,
+        "float64": tiling.DOUBLE_BLOCKS + tiling.DOUBLE_LONG + few_tiling.DOUBLE_FEW,
     }
     halves = tiling.HALF_BLOCKS + tiling.HALF_BLOCKS_HELD
     module = simt if dtype == "float32" else tensor_core
@@ -264,8 +264,8 @@ def test_a_sum_over_k_that_is_cut_ends_in_its_epilogue(dtype, sizes, options):
 
 
 def test_few_rows_are_cut_along_k_where_columns_are_few(monkeypatch):
-    monkeypatch.setattr(tiling, "THIN_SLICE", 8192)
-    monkeypatch.setattr(tiling, "THIN_STAGES", 3)
+    monkeypatch.setattr(few_tiling, "THIN_SLICE", 8192)
+    monkeypatch.setattr(few_tiling, "THIN_STAGES", 3)
     check("float32", None, 3, 36, 150, parts=3, places=2, epilogue="summed", pre=True)
 
 
@@ -357,9 +357,9 @@ def test_long_sums_of_chains(dtype, kept, k, options, short_chains):
 
 @pytest.mark.parametrize(("dtype", "m"), [("float64", 2), ("float32", 18)])
 def test_few_rows_of_long_sums(dtype, m, short_chains, monkeypatch):
-    monkeypatch.setattr(tiling, "THIN_SLICE", 8192 if m == 2 else 4096)
-    monkeypatch.setattr(tiling, "THIN_STAGES", 3 if m == 2 else 6)
-    monkeypatch.setattr(tiling, "THIN_CHAIN", 16)  # of each warp's share
+    monkeypatch.setattr(few_tiling, "THIN_SLICE", 8192 if m == 2 else 4096)
+    monkeypatch.setattr(few_tiling, "THIN_STAGES", 3 if m == 2 else 6)
+    monkeypatch.setattr(few_tiling, "THIN_CHAIN", 16)  # of each warp's share
     check(dtype, None, m, 20, 400, epilogue="residual")
 
 
@@ -474,8 +474,8 @@ def test_a_factor_of_few_columns_is_turned_by_all_threads():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("m", [1, 9])
 def test_few_rows(dtype, y, m, monkeypatch):
-    monkeypatch.setattr(tiling, "THIN_SLICE", 8192)
-    monkeypatch.setattr(tiling, "THIN_STAGES", 3)
+    monkeypatch.setattr(few_tiling, "THIN_SLICE", 8192)
+    monkeypatch.setattr(few_tiling, "THIN_STAGES", 3)
     if m == 1:
         check(dtype, None, 1, 36, 200, y=y, places=2, epilogue="residual", bias=False)
     else:
@@ -485,8 +485,8 @@ def test_few_rows(dtype, y, m, monkeypatch):
 @pytest.mark.parametrize("y", ["rows", "columns"])
 @pytest.mark.parametrize("m", [18, 32, 33, 64])
 def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
-    monkeypatch.setattr(tiling, "THIN_SLICE", 4096)
-    monkeypatch.setattr(tiling, "THIN_STAGES", 6)
+    monkeypatch.setattr(few_tiling, "THIN_SLICE", 4096)
+    monkeypatch.setattr(few_tiling, "THIN_STAGES", 6)
     if m % 32:
         check("float32", None, m, 20, 40, y=y, x="strided", epilogue="slope", pre=True)
     else:

@@ -17,7 +17,7 @@ from numfuse.language.curves import leaf
 try:
     from cuda_devices import AMPERE, HOPPER, TURING
 
-    from numfuse.backends.cuda import tiling
+    from numfuse.backends.cuda import few_tiling, tiling
     from numfuse.backends.cuda.kernels.hopper import tiling as hopper
     from numfuse.backends.cuda.plan import tiers
     from numfuse.backends.cuda.plan.product import Operand, Product
@@ -123,8 +123,12 @@ def test_what_memory_limits_is_not_cut():
         assert plan(product(m, 4096, 4096, "bfloat16"), HOPPER)[1].parts == 1
         # (64 rows of float32 are limited by arithmetic)
         assert m == 64 or plan(product(m, 4096, 4096, "float32"), HOPPER)[1].parts == 1
-    assert tiling.thin_parts(128, 1, 65536, 4, 132) == 1 == tiling.thin_parts(96, 1, 65536, 4, 132)
-    assert tiling.thin_parts(16, 64, 7000, 4, 132) > 2
+    assert (
+        few_tiling.thin_parts(128, 1, 65536, 4, 132)
+        == 1
+        == few_tiling.thin_parts(96, 1, 65536, 4, 132)
+    )
+    assert few_tiling.thin_parts(16, 64, 7000, 4, 132) > 2
     nbytes = 2 * (16 * 4096 + 4096 * 4096 + 16 * 4096)
     assert hopper.hopper_cut(16, 4096, 64, 1, 132, 0, hopper.Lies(), nbytes) is None
     assert hopper.hopper_cut(16, 4096, 64, 1, 132, 0, hopper.Lies(), 0) is not None
@@ -165,7 +169,7 @@ def test_clusters_of_few_rows_fill_the_device_once():
     """Guards: docs/cuda.md, of more than two blocks they leave multiprocessors idle."""
 
     def parts(m, n, k):
-        found = tiling.few(tiling.DOUBLE_FEW, m, n, k, HOPPER.multiprocessors)
+        found = few_tiling.few(few_tiling.DOUBLE_FEW, m, n, k, HOPPER.multiprocessors)
         return None if found is None else found[2]
 
     assert (parts(64, 4096, 4096), parts(16, 8192, 2048)) == (2, 1)

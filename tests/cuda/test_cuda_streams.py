@@ -16,7 +16,7 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 import numfuse as nf
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import network_tiling
 from numfuse.problem.networks import NetworkProblem
 
 try:
@@ -176,8 +176,8 @@ def test_float64_of_widths_that_fill_a_tile_and_points_that_fill_several():
 @pytest.fixture
 def in_slices(monkeypatch):
     """A tile whose weights come in slices goes before that which has them whole."""
-    tiles = [tile for tile in tiling.NETWORK_TILES["float32"] if tile.width != 128 or tile.slice]
-    monkeypatch.setitem(tiling.NETWORK_TILES, "float32", tuple(tiles))
+    tiles = [tile for tile in network_tiling.TILES["float32"] if tile.width != 128 or tile.slice]
+    monkeypatch.setitem(network_tiling.TILES, "float32", tuple(tiles))
     networks.sizes_of.cache_clear()
     yield
     networks.sizes_of.cache_clear()

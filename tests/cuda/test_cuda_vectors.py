@@ -17,7 +17,7 @@ try:
     from cuda_devices import ADA, HOPPER, TURING
     from test_cuda_blocks import DTYPES, check
 
-    from numfuse.backends.cuda import tiling
+    from numfuse.backends.cuda import few_tiling, tiling
     from numfuse.backends.cuda.kernels.ampere import vectors
     from numfuse.backends.cuda.plan import tiers
     from numfuse.backends.cuda.plan.product import Operand, Product
@@ -151,7 +151,7 @@ def test_a_long_factor_of_many_vectors_goes_by_tiles():
 
 
 def test_k_is_cut_where_lines_are_few():
-    parts = tiling.vector_parts
+    parts = few_tiling.vector_parts
     assert parts(200, 1 << 26, 16, 100, 132) == 1
     assert parts(1, 1 << 26, 16, 100, 132) == 100 and parts(4, 1 << 28, 16, 1000, 132) == 66
     # not for what takes less than a launch, which is more by accesses of two bytes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import network_tiling, tiling
 from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.intrinsics import fresh
 from numfuse.backends.cuda.compile.schema import Schema
@@ -152,7 +152,7 @@ def _tiles(
     """Return tiles with their threads, resident blocks, and points at once; the best one first."""
     if not info.capability[0]:
         width = tiling.round_up(max(widest, 8), 4)
-        half, part = width // 2, tiling.NETWORK_SIMULATED_SLICE
+        half, part = width // 2, network_tiling.SIMULATED_SLICE
         if not part:
             return [(Tile(real, width, width + 2, half, half, half, 2, 2), width, 2, 2, False)]
         width = tiling.round_up(width, 16)  # (a gradient of weights takes two rounds of threads)
@@ -160,10 +160,10 @@ def _tiles(
         tile = Tile(real, width, width + 2, 2 * step, step, step, 8, 2, "", part, 2)
         return [(tile, width, 2, 1, False)]
     few = 4 if real == "float32" else 2
-    table = tiling.NETWORK_TILES if info.capability >= (9, 0) else tiling.NETWORK_OLDER
+    table = network_tiling.TILES if info.capability >= (9, 0) else network_tiling.OLDER
     rows = table[real]
-    if table is tiling.NETWORK_TILES and not back:
-        rows = (*tiling.NETWORK_FORWARDS.get(real, ()), *rows)
+    if table is network_tiling.TILES and not back:
+        rows = (*network_tiling.FORWARDS.get(real, ()), *rows)
     found = []
     # (of one width both ways: a forward keeps rows of it)
     least = min((row.width for row in rows if widest <= row.width), default=0)
@@ -186,10 +186,10 @@ def sizes_of(
     `own` says that the one direction is an array of all points.
     """
     count, members = len(widths) - 1, 1 + directions + seconds
-    few = members <= tiling.NETWORK_MEMBERS and 0 < widths[-1] <= tiling.NETWORK_OUTPUTS
+    few = members <= network_tiling.MEMBERS and 0 < widths[-1] <= network_tiling.OUTPUTS
     if real not in ("float32", "float64") or not (2 <= count <= MOST_LAYERS and few):
         return None
-    if not 0 < widths[0] <= tiling.NETWORK_INPUTS or min(widths) < 1:
+    if not 0 < widths[0] <= network_tiling.INPUTS or min(widths) < 1:
         return None
     if widths[-1] > min(max(widths[1:-1]), 8):
         return None
@@ -229,8 +229,8 @@ def on_tensor_cores(s: Sizes, info: DeviceInfo, precision: str, back: bool) -> S
     if precision not in ("bf16x6", "tf32") or real != "float32" or not warps:
         return s
     nr, threads, resident = s.tile.nr, s.threads, s.resident
-    if precision == "bf16x6" and info.capability >= (9, 0) and width in tiling.NETWORK_SPLIT:
-        _, nr, threads, resident, *_ = tiling.NETWORK_SPLIT[width]
+    if precision == "bf16x6" and info.capability >= (9, 0) and width in network_tiling.SPLIT:
+        _, nr, threads, resident, *_ = network_tiling.SPLIT[width]
     tile = replace(s.tile, nr=nr, across=width // nr, tensor=precision)
     what = s.widths, s.directions, s.members, s.own
     return _placed(info, tile, threads, resident, s.at_once, s.lanes, *what, back) or s

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import few_tiling, tiling
 from numfuse.backends.cuda.compile.accesses import read_vector
 from numfuse.backends.cuda.compile.engines import (
     load_matrix,
@@ -295,7 +295,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     clusters = p.x.dtype == "float64" and device.capability >= (9, 0)
     if clusters and not p.free and p.members is None:
-        few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
+        few = few_tiling.few(few_tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
     if few is not None:
         if p.is_rich:
             return None

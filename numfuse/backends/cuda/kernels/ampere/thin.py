@@ -3,7 +3,7 @@
 A block has 32 columns of the result, all rows and all of K. Y comes by cp.async in slices through a
 long ring in shared memory, so that most of that is on its way at any time. Of each slice every warp
 has its share of K, for all rows: an element is the sum of eight parts, one a warp, added up in the
-order of the warps, each in chains of `tiling.THIN_CHAIN`. That order depends on K and the dtype
+order of the warps, each in chains of `few_tiling.THIN_CHAIN`. That order depends on K and the dtype
 alone, but where columns are so few that K is cut into parts, each a sum like this (`planes`).
 
 Up to 16 rows a lane has one column and all of them. Of more it has a quarter or an eighth of them,
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import few_tiling, tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.accesses import read_vector, write_vector
 from numfuse.backends.cuda.compile.intrinsics import (
@@ -78,12 +78,12 @@ class Thin:
     @property
     def depth(self) -> int:
         """Values of K in a slice."""
-        return tiling.THIN_SLICE // (COLUMNS * self.size)
+        return few_tiling.THIN_SLICE // (COLUMNS * self.size)
 
     @property
     def share(self) -> int:
         """Values of K in a warp's share of a slice."""
-        return self.depth // tiling.THIN_WARPS
+        return self.depth // few_tiling.THIN_WARPS
 
     @property
     def pitch(self) -> int:
@@ -191,7 +191,7 @@ def _put_part(thin: Thin) -> Any:
 
 def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
     size = thin.size
-    threads = 32 * tiling.THIN_WARPS
+    threads = 32 * few_tiling.THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
     pieces = line_bytes // 16
     reach = threads // pieces
@@ -204,7 +204,7 @@ def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
     bindings = bound(thin, "rows depth share parts along_k size pitch stages lanes_m x_pitch")
     bindings |= {
         "FEW": few,
-        "WARPS": tiling.THIN_WARPS,
+        "WARPS": few_tiling.THIN_WARPS,
         "LINE_BYTES": line_bytes,
         "PIECES": pieces,
         "PIECE_BITS": pieces.bit_length() - 1,
@@ -230,7 +230,7 @@ def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
         "WAIT_ALL": accesses.fetch_wait(0),
         "CLEAR": clear(sums),
         "MULTIPLY": _multiply(thin),
-        "CHAIN": tiling.THIN_CHAIN // thin.share,
+        "CHAIN": few_tiling.THIN_CHAIN // thin.share,
         "ADD": add(sums),
         "RUN": tiling.RUN,
         "CUT": cut,
@@ -253,7 +253,7 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
         return None
     rows = 1 << (p.m - 1).bit_length() if p.m <= 16 else tiling.round_up(p.m, 4 if p.m <= 32 else 8)
     made = Thin(p.y.dtype, along_k, p.x.runs_wide(2, few), rows, 0)
-    stages = min(tiling.THIN_STAGES, device.shared_per_block // made.slice_bytes)
+    stages = min(few_tiling.THIN_STAGES, device.shared_per_block // made.slice_bytes)
     if stages < 3:
         return None
     made = replace(made, stages=stages)
@@ -283,9 +283,9 @@ def _takes(product: Product, device: DeviceInfo) -> bool:
     p = product
     if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
         return False
-    if p.m > tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
+    if p.m > few_tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
         return False
-    return p.x.dtype == p.y.dtype and min(p.n, p.k) >= tiling.THIN_LEAST
+    return p.x.dtype == p.y.dtype and min(p.n, p.k) >= few_tiling.THIN_LEAST
 
 
 def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
@@ -294,9 +294,9 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     if not _takes(p, device):
         return
     blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
-    most = 1 if p.whole else p.k // tiling.THIN_PART
+    most = 1 if p.whole else p.k // few_tiling.THIN_PART
     for parts in sorted({1, *(max(1, min(most, x * busy // blocks)) for x in (1, 2))}):
-        cost = tiling.thin_cost(blocks, p.m, p.k, size, parts)
+        cost = few_tiling.thin_cost(blocks, p.m, p.k, size, parts)
         name = f"{p.m} rows, K in {parts} parts"
         yield Way(name, cost, functools.partial(plan, p, device, parts))
 
@@ -311,12 +311,12 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
     busy = device.multiprocessors
-    parts = 1 if p.whole else tiling.thin_parts(blocks, p.m, p.k, size, busy)
-    narrow = p.m > tiling.THIN_FEW and not p.x.runs_wide(2, 4)
-    if p.y.dtype == "float32" and (narrow or p.m > tiling.THIN_SURE):
+    parts = 1 if p.whole else few_tiling.thin_parts(blocks, p.m, p.k, size, busy)
+    narrow = p.m > few_tiling.THIN_FEW and not p.x.runs_wide(2, 4)
+    if p.y.dtype == "float32" and (narrow or p.m > few_tiling.THIN_SURE):
         # (here a turned Y costs nothing, and tiles turn it in registers, or by a copy)
         beside = simt.beside_of(p, tiling.CORE_BLOCKS, busy)
-        if not tiling.thin_pays(blocks, p.m, p.n, p.k, p.places, parts, busy, p.whole, beside):
+        if not few_tiling.thin_pays(blocks, p.m, p.n, p.k, p.places, parts, busy, p.whole, beside):
             return None
     return plan(p, device, parts)
 

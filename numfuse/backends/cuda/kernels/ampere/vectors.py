@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import few_tiling, tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.accesses import read_vector
 from numfuse.backends.cuda.compile.intrinsics import (
@@ -409,7 +409,7 @@ def _parts(product: Product, device: DeviceInfo) -> int:
     p, busy = product, device.multiprocessors
     if p.whole:
         return 1
-    return tiling.vector_parts(*_cost_of(p, busy), p.k // least_part(p), busy)
+    return few_tiling.vector_parts(*_cost_of(p, busy), p.k // least_part(p), busy)
 
 
 def _take(product: Product, device: DeviceInfo, along: bool) -> Plan | None:
@@ -448,7 +448,7 @@ def _ways(product: Product, device: DeviceInfo, along: bool) -> Iterator[Way]:
     found, busy = _parts(p, device), device.multiprocessors
     most = 1 if p.whole else max(1, p.k // 64)
     for parts in sorted({1, *(max(1, min(most, x)) for x in (found // 2, found, 2 * found, 4))}):
-        cost = tiling.vector_cost(*_cost_of(p, busy), parts, busy)
+        cost = few_tiling.vector_cost(*_cost_of(p, busy), parts, busy)
         name = f"{min(p.m, p.n)} vectors, K in {parts} parts"
         yield Way(name, cost, functools.partial(plan, p, device, parts))
 
