@@ -22,7 +22,7 @@ from numfuse.problem.fields import FIELD_OF
 from numfuse.problem.operands import address, apart, array_of, as_plain, required
 from numfuse.problem.results import check_needs, copy_late
 from numfuse.runtime.dispatch import AGAIN, adapter_for
-from numfuse.runtime.fingerprint import form_of
+from numfuse.runtime.fingerprint import NDARRAY, NOTHING, reader
 from numfuse.runtime.replay import Replay
 
 
@@ -121,7 +121,7 @@ class Operation:
         if out is not None:
             # As many as there are results, or what the checks of `problem` will refuse.
             outs = tuple(out) if self.several and type(out) in (tuple, list) else (out,)
-        form = form_of((*operands, *outs) if outs else operands)
+        form = reader()((*operands, *outs) if outs else operands, NDARRAY, NOTHING)
         if form is None:
             return self._otherwise(operands, activation, flags, needs, out, backend)
         # (what `get` does, as it is the way of nearly every call)
