@@ -171,7 +171,8 @@ def constants(kind: str) -> list[Constant]:
         found = [cycles(i) for i in range(1, len(hopper.HOPPER_TILES))]
         for name in ("HOPPER_FINISH", "HOPPER_HIDDEN"):
             found += [part(hopper, name, i) for i in range(2)]
-        return [*found, *(number(hopper, x) for x in ("HOPPER_ROWS", "HOPPER_START"))]
+        names = "HOPPER_ROWS", "HOPPER_JOIN", "HOPPER_PLANE"
+        return [*found, *(number(hopper, name) for name in names)]
     blocks = {
         "float32": ("CORE_BLOCKS",), "float64": ("DOUBLE_BLOCKS", "DOUBLE_LONG"),
     }.get(dtype, ("HALF_BLOCKS", "HALF_BLOCKS_HELD"))  # fmt: skip

@@ -45,19 +45,7 @@ import cuda_fit
 import sweep_report
 import thin_cases
 import torch
-from sweep_cases import (
-    DRAW_SECONDS,
-    DRAWS,
-    ELEMENTS,
-    MOST,
-    MOST_WAYS,
-    Case,
-    Contestants,
-    Layers,
-    draw,
-    errors,
-    norms,
-)
+from sweep_cases import MOST, MOST_WAYS, Case, Contestants, Layers, Norms, draw, errors, norms
 
 import numfuse as nf
 
@@ -71,6 +59,9 @@ MEMORY = 3 << 30
 AHEAD, LEAST = 0.4, 45
 #: Seconds that the contestants of a case are timed for, device and wall time each.
 SECONDS = 0.25
+#: Elements that the error of a result comes from, draws of the operands that it takes at the most,
+#: and seconds: of one element the peer's error may be zero by luck.
+ELEMENTS, DRAWS, DRAW_SECONDS = 4096, 64, 0.5
 
 
 class HostClock:
@@ -217,10 +208,8 @@ def other_ways(layers: Layers, rounds: int = 15) -> dict[str, Any]:
 
 
 # --- measuring ------------------------------------------------------------------------------------
-def _draw_more(
-    layers: Layers, kept: Contestants, off: dict[str, list[list[tuple[float, float]]]], fewest: int
-) -> None:
-    """Add the norms of other draws, where a result has so few elements."""
+def _draw_more(layers: Layers, kept: Contestants, off: dict[str, list[Norms]], fewest: int) -> None:
+    """Add the norms of other draws, where a result has few elements: `fewest`."""
     until = time.perf_counter() + DRAW_SECONDS
     for seed in range(1, min(DRAWS, -(-ELEMENTS // fewest))):
         if time.perf_counter() > until:
@@ -238,7 +227,7 @@ def measured(case: Case, device: str, clock: Any, peers: bool) -> dict[str, Any]
     exact = layers.exact()
     fewest = min(x.numel() for x in exact)
     kept: Contestants = {}
-    off: dict[str, list[list[tuple[float, float]]]] = {}
+    off: dict[str, list[Norms]] = {}
     once = 1e-5
     for name, call in layers.contestants(peers).items():
         try:
@@ -257,8 +246,7 @@ def measured(case: Case, device: str, clock: Any, peers: bool) -> dict[str, Any]
             continue
         kept[name] = call
     del exact
-    if fewest < ELEMENTS:
-        _draw_more(layers, kept, off, fewest)
+    _draw_more(layers, kept, off, fewest)
     record["errors"] = {name: errors(*found) for name, found in off.items()}
     # a round flushes the cache too, which takes 0.1 ms
     clock.rounds = max(5, min(15, int(SECONDS / (len(kept) * (once + 2e-4)))))

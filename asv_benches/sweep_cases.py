@@ -29,9 +29,6 @@ PRODUCTS = {
     "gated": 2, "gated backward": 6, "gated backward, saved": 4,
 }  # fmt: skip
 MOST = 1 << 16
-#: Elements that the error of a result comes from, draws of the operands that it takes at the most,
-#: and seconds: of one element the peer's error may be zero by luck.
-ELEMENTS, DRAWS, DRAW_SECONDS = 4096, 64, 0.5
 #: Widths of layers of published models, and rows: tokens of a step, of a batch, of an image.
 WIDTHS = (
     64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 576, 640, 768, 896, 960, 1024, 1152, 1280, 1408,
@@ -385,7 +382,11 @@ class Layers:
         return self.gradients(*given, multiply=multiply, add_rows=add_rows)
 
 
-def norms(given: Any, exact: Sequence[Any]) -> list[tuple[float, float]]:
+#: Of each result of a call the Frobenius norms of its error and of what is exact.
+Norms = list[tuple[float, float]]
+
+
+def norms(given: Any, exact: Sequence[Any]) -> Norms:
     """Return of each result the Frobenius norms of its error and of what is exact."""
     parts = given if isinstance(given, tuple) else (given,)
     found = []
@@ -399,7 +400,7 @@ def norms(given: Any, exact: Sequence[Any]) -> list[tuple[float, float]]:
     return found
 
 
-def errors(*draws: list[tuple[float, float]]) -> list[float]:
+def errors(*draws: Norms) -> list[float]:
     """Return the relative error of each result over `norms` of one or more draws; NaN is infinite.
 
     It is that of one long vector of all draws: an exact value near zero does not decide alone.

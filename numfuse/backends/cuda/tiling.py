@@ -221,23 +221,24 @@ DOUBLE_BLOCKS = (
     CudaBlock(64, 64, 16, 32, 16, 6, 1, 8, speed=1.23),
     CudaBlock(32, 64, 16, 32, 16, 8, 1, 8, speed=1.18),
 )
-#: The same where the sum has several chains, which registers add up: at 4096 cubed 2528 us, beside
-#: 2530 of one chain in the tiles above. (An H200, the second beside what was chosen without it:
-#: 1500 x 9216 x 192 in 140 us for 151, 577 x 22016 x 160 in 129 for 142, 196 x 11008 x 576 in 77
-#: for 86.)
-DOUBLE_LONG = (
-    CudaBlock(64, 128, 16, 32, 32, 4, 1, 8),
-    CudaBlock(128, 64, 16, 32, 32, 4, 1, 8, speed=0.98),
+#: Those for several chains, which registers add up, of products of all members of points: where K
+#: is that of a network's layer a block ends and begins in an eighth of its time, and another one
+#: multiplies meanwhile. (No GPU has timed this yet.)
+DOUBLE_MEMBERS = (
     CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.95),
     CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.92),
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=1.0),
+)
+#: And those of all other sums of several chains: at 4096 cubed 2528 us, beside 2530 of one chain in
+#: `DOUBLE_BLOCKS`. (An H200, the second beside what was chosen without it: 1500 x 9216 x 192 in 140
+#: us for 151, 577 x 22016 x 160 in 129 for 142, 196 x 11008 x 576 in 77 for 86.)
+DOUBLE_LONG = (
+    CudaBlock(64, 128, 16, 32, 32, 4, 1, 8),
+    CudaBlock(128, 64, 16, 32, 32, 4, 1, 8, speed=0.98),
+    *DOUBLE_MEMBERS,
     CudaBlock(64, 64, 16, 32, 16, 6, 1, 8, speed=1.05),
     CudaBlock(32, 64, 16, 32, 16, 8, 1, 8, speed=1.16),
 )
-#: The same of products of all members of points: where K is that of a network's layer a block ends
-#: and begins in an eighth of its time, and while one does, another one multiplies. (No GPU has
-#: timed this yet.)
-DOUBLE_MEMBERS = DOUBLE_LONG[2:5]
 #: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
 #: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337. Sums are
 #: one chain, as wgmma's: what the unit cuts off is below the rounding of a 16-bit result, and 128

@@ -364,7 +364,7 @@ def _words() -> dict[str, Any]:
 
 
 def parts(data: Callable[[int, int], int]) -> dict[str, Any]:
-    """Return the names that an entry binds: OPEN, WORK, and what those who wait need.
+    """Return the names that an entry binds: OPEN, WORK, WORK_ALONE, and what those who wait need.
 
     `data` tells where the elements of an array begin, by the arrays' address and its number.
     """

@@ -220,7 +220,7 @@ def program(
     call, used = told.call, tuple(kernels)
     begins = bool(zeroed or sums or needed)
     alone = None
-    if len(made) == count == 1 and not begins and entries.OBJECTS_CAN_BE_READ:
+    if len(made) == count == 1 and entries.OBJECTS_CAN_BE_READ:
         alone = entries.entry("here"), made[0].address, made[0].steps, table
     return Program(
         tuple(made), size, zeroed, sums, tuple(needed), call, used, count, nbytes, begins, alone
@@ -300,17 +300,13 @@ def run(program: Program, arrays: tuple[np.ndarray | None, ...]) -> None:
     if memory is None or memory.size < program.size:
         memory = None  # it may be what the larger one lacks
         memory = workspace.borrow(program.size)
-    # (a tuple taken apart at once: each field of it by name is a look-up)
     if program.alone is not None:
+        # what `_run_anyhow` comes to (a plain tuple is taken apart at once, a Sequence is not)
         here, address, steps, table = program.alone
         here(address, steps, id(arrays), memory.address, table)
     else:
         for sequence in program.sequences:
-            _, address, steps, count, _, table = sequence
-            if count == 1 and entries.OBJECTS_CAN_BE_READ:
-                entries.entry("here")(address, steps, id(arrays), memory.address, table)
-            else:
-                _run_anyhow(sequence, arrays, memory.address)
+            _run_anyhow(sequence, arrays, memory.address)
     if workspace.pool or memory.size > workspace.usual_bytes:
         workspace.give_back(memory)
     else:

@@ -105,6 +105,7 @@ def block_product(
         grid_release()
     # A factor that goes through registers is put two slices ahead, and loaded one more. (As far
     # ahead as the copies go, each slice before the first product would wait for the one before.)
+    k_second, k_third = i32(k_left - BLOCK_K), i32(k_left - 2 * BLOCK_K)
     if X_HELD:
         x_first = cuda.local.array(X_HELD, dtype=X_REGISTER)
         x_held = cuda.local.array(X_HELD, dtype=X_REGISTER)
@@ -112,8 +113,7 @@ def block_product(
             x_first[i], x_held[i] = X_REGISTER(0), X_REGISTER(0)
         X_AHEAD(x_first, x_at, x_left, k_left, x_along, whole, x_step, x_k_step)
         x_at = x_at + x_slice
-        k_ahead = i32(k_left - BLOCK_K)
-        X_AHEAD(x_held, x_at, x_left, k_ahead, x_along, whole, x_step, x_k_step)
+        X_AHEAD(x_held, x_at, x_left, k_second, x_along, whole, x_step, x_k_step)
         x_at = x_at + x_slice
     if Y_HELD:
         y_first = cuda.local.array(Y_HELD, dtype=Y_REGISTER)
@@ -122,10 +122,8 @@ def block_product(
             y_first[i], y_held[i] = Y_REGISTER(0), Y_REGISTER(0)
         Y_AHEAD(y_first, y_at, y_left, k_left, y_along, whole, y_step, y_k_step)
         y_at = y_at + y_slice
-        k_ahead = i32(k_left - BLOCK_K)
-        Y_AHEAD(y_held, y_at, y_left, k_ahead, y_along, whole, y_step, y_k_step)
+        Y_AHEAD(y_held, y_at, y_left, k_second, y_along, whole, y_step, y_k_step)
         y_at = y_at + y_slice
-    k_third = i32(k_left - 2 * BLOCK_K)
     write = i32(0)
     while write < STAGES * STAGE:
         # (what lies behind the last slice is never multiplied, and so nobody writes zeros there)

@@ -28,8 +28,8 @@ i32 = np.int32
 #: of 64 x 128, with 16 413; 422 and 403 in 64 x 64. One by one, where no line begins at a row's
 #: first value, 293 and 316 us for 550 x 1031 x 7637.)
 SIDE = 8, 16
-#: Values of K whose rows are woven (`Fetch.row`).
-WOVEN = 16
+#: Values of K whose rows are interleaved (`Fetch.row`).
+INTERLEAVED = 16
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,22 @@ class Fetch:
         return tuple(a * k_bytes + b * own_bytes for a in range(k) for b in range(own))
 
     @property
-    def woven(self) -> bool:
+    def interleaved(self) -> bool:
         """Whether the rows of 16 values of K lie in another order (`row`).
 
         Where threads side by side have all of them, the rows of a warp's writes are `values` apart,
         and every second one of these would begin in the same bank.
         """
-        return self.held and not self.k_inner and self.fast * self.values == WOVEN
+        return self.held and not self.k_inner and self.fast * self.values == INTERLEAVED
 
     def row(self, k: int) -> int:
         """Return the place in shared memory of the row for `k`, where K is the outer axis."""
-        if not self.woven:
+        if not self.interleaved:
             return k
         half = self.values // 2
-        first, value = divmod(k % WOVEN, self.values)
-        return k // WOVEN * WOVEN + first * half + value % half + value // half * (WOVEN // 2)
+        first, value = divmod(k % INTERLEAVED, self.values)
+        within = first * half + value % half + value // half * (INTERLEAVED // 2)
+        return k // INTERLEAVED * INTERLEAVED + within
 
     @property
     def pitch(self) -> int:
@@ -133,7 +134,7 @@ class Fetch:
     @property
     def k_start(self) -> int:
         """Bytes in shared memory from a thread's first value to one further along K, for each."""
-        return self.offsets[1] // 2 if self.woven else self.offsets[1]
+        return self.offsets[1] // 2 if self.interleaved else self.offsets[1]
 
     def bindings(self) -> dict[str, Any]:
         (own, k), (repeats_own, repeats_k) = self.steps, self.repeats

@@ -274,9 +274,9 @@ def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
 
 
 def _has_room(tile: CudaBlock, device: DeviceInfo) -> bool:
-    """Return whether a block of a device can have the slices of a float64 tile."""
+    """Return whether a block of a device can have the slices of a float64 tile, in any layout."""
     values = (tile.block_m + tile.block_n) * (tile.block_k + 4)
-    return tile.stages * values * 8 + (16 << 10) <= device.shared_per_block
+    return tile.stages * values * 8 <= device.shared_per_block
 
 
 def _fitting(plan: Plan | None, device: DeviceInfo) -> Plan | None:

