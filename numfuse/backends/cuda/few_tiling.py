@@ -54,6 +54,17 @@ THIN_LEAST = 256
 THIN_WARPS = 8
 THIN_SLICE = 16384
 THIN_STAGES = 8
+#: Rows up to which a lane has one column and all of them: it reads X by broadcast, each value for
+#: one product. (An H200, 16 x 4096 x 4096: 38 us so, and 32 by four columns and a quarter of the
+#: rows; 8 x 1679 x 46008 110 and 99.)
+THIN_OWN = 4
+#: Blocks of a multiprocessor, where there are so many, of (rows, blocks): what one waits for as it
+#: begins and ends is the time of another one. Each has fewer slices then, but not fewer than
+#: THIN_FEWEST. (An H200: 8 x 1679 x 46008 117 us by one and 99 by two, 16 x 1024 x 16000 44 and 37,
+#: 4 x 4096 x 11008 62 by one and 57 by three; but where one round has all of them 16 x 4096 x 4096
+#: 32 by one and 34 by two.) The sums of more rows leave no registers for a second one.
+THIN_RESIDENT = (8, 3), (32, 2)
+THIN_FEWEST = 3
 #: Values of K that a warp adds up behind one another in them. Libraries cut such sums into more
 #: parts: with 256 the error of 8 x 1408 x 5504 in float32 was twice cuBLAS's. An end takes a 64th
 #: of the arithmetic, in kernels that wait for memory.
@@ -70,26 +81,36 @@ THIN_BYTES, MEMORY_BYTES = 24, 2300
 FMAS = 128
 
 
-def thin_cost(blocks: int, rows: int, k: int, itemsize: int, parts: int) -> float:
+def thin_resident(blocks: int, rows: int, multiprocessors: int) -> int:
+    """Return the blocks of a multiprocessor at the most, of so many with these rows."""
+    most = next((most for few, most in THIN_RESIDENT if rows <= few), 1)
+    return min(most, -(-blocks // multiprocessors))
+
+
+def thin_cost(
+    blocks: int, rows: int, k: int, itemsize: int, parts: int, multiprocessors: int
+) -> float:
     """Return the cycles of a product of few rows, with so many blocks of 32 columns.
 
     A value of K takes a block the time of its 32 values of Y, or of their products, and at least
-    what memory takes for those of all blocks.
+    what memory takes for those of all blocks. Blocks of a multiprocessor share that.
     """
     line = 32 * itemsize
     cycles = max(line / THIN_BYTES, 32 * rows * itemsize / 4 / FMAS)
-    found = k * max(cycles / parts, blocks * line / MEMORY_BYTES)
+    shares = -(-blocks * parts // multiprocessors) / parts
+    found = k * max(cycles * shares, blocks * line / MEMORY_BYTES)
     return found + (THIN_FILL * cycles + tiling.CORE_LAUNCH / FMAS if parts > 1 else 0)
 
 
 #: Rows up to which nothing else is asked, of an X that comes by 16 bytes, and of one that comes
 #: value by value. (float32 on an H200, such blocks and the fastest tiles: 17 x 519 x 16148 47 and
-#: 25 us; by 16 bytes 32 x 1024 x 16000 51 and 41, 17 x 4096 x 11008 93 and 87, 24 x 2048 x 11008
-#: 54 and 54, 28 x 4096 x 4096 38 and 41.) Of more, cycles of a value of K in a block, and more of
-#: each row; and cycles of a multiply-add of one multiprocessor's CUDA cores at full speed. On an
-#: H200 24 x 4096 x 4096 in float32 took 44 us, and 68 by the tiles above, but 64 x 1792 x 22016 184
-#: and 144, 64 x 1024 x 1024 21 and 15.
-THIN_SURE, THIN_FEW = 32, 8
+#: 25 us; by 16 bytes 16 x 4096 x 4096 32 and 40, 17 x 4096 x 11008 93 and 87, 24 x 2048 x 11008
+#: 55 and 51, 32 x 12288 x 2560 106 and 78, 32 x 4096 x 4096 47 and 48.) Of more, cycles of a value
+#: of K in a block, and more of each row unless these are few and X comes by 16 bytes; and cycles of
+#: a multiply-add of one multiprocessor's CUDA cores at full speed. On an H200 24 x 4096 x 4096 in
+#: float32 took 44 us, and 68 by the tiles above, but 64 x 1792 x 22016 184 and 144,
+#: 64 x 1024 x 1024 21 and 15.
+THIN_SURE, THIN_FEW, THIN_WIDE = 16, 8, 32
 THIN_CYCLES, THIN_ROW_CYCLES = 14.0, 0.2
 CORE_CYCLES = 1 / 125
 #: Values of K in the time of which such a block begins and ends: an H100 took 42.7 us for
@@ -100,15 +121,16 @@ THIN_ROUND = 200
 
 def thin_pays(
     blocks: int, m: int, n: int, k: int, places: int, parts: int, multiprocessors: int, whole: bool,
-    beside: tuple[float, ...] = (),
+    beside: tuple[float, ...] = (), narrow: bool = True,
 ) -> bool:  # fmt: skip
     """Return whether rows take no longer by blocks of all of them, K cut in so many parts.
 
-    A multiprocessor has room for one such block. `beside` is what the tiles of `CORE_BLOCKS` cost
-    beside their work.
+    `beside` is what the tiles of `CORE_BLOCKS` cost beside their work; `narrow`: X comes value by
+    value.
     """
     rounds = -(-blocks * parts // multiprocessors)
-    cycles = rounds * (-(-k // parts) + THIN_ROUND) * (THIN_CYCLES + THIN_ROW_CYCLES * m)
+    cycles = THIN_CYCLES + (THIN_ROW_CYCLES * m if narrow or m > THIN_WIDE else 0)
+    cycles *= rounds * (-(-k // parts) + THIN_ROUND)
     cycles += tiling.CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
     where = places, False, multiprocessors, whole, beside
     return cycles <= tiling.block(tiling.CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
@@ -116,11 +138,15 @@ def thin_pays(
 
 def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:
     """Return the parts of K: more than one must save the launch that adds them up, and more."""
-    parts = min(multiprocessors // max(1, blocks), k // THIN_PART)
-    if parts < 2:
-        return 1
-    one, cut = (thin_cost(blocks, rows, k, itemsize, x) for x in (1, parts))
-    return parts if cut < tiling.SPLIT_GAIN * one else 1
+
+    def cost(parts: int) -> float:
+        return thin_cost(blocks, rows, k, itemsize, parts, multiprocessors)
+
+    # one to each multiprocessor, or as many more as a second one may take
+    places = multiprocessors * thin_resident(2 * multiprocessors, rows, multiprocessors)
+    fewest, most = (min(x // max(1, blocks), k // THIN_PART) for x in (multiprocessors, places))
+    cut = min(range(max(2, fewest), most + 1), key=cost, default=1)
+    return cut if cost(cut) < tiling.SPLIT_GAIN * cost(1) else 1
 
 
 #: Bytes of the long factor of few vectors (`vectors`) that a block takes in a cycle, by bytes of an

@@ -33,6 +33,7 @@ from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel
 from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere import simt
+from numfuse.backends.cuda.kernels.ampere.blocks import RESERVED_BYTES
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.thin_gemm import i32, thin_product
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
@@ -70,6 +71,8 @@ class Thin:
     #: A power of two up to 16, a multiple of 4 up to 32, of 8 up to 64.
     rows: int
     stages: int
+    #: Blocks of a multiprocessor.
+    resident: int
 
     @property
     def size(self) -> int:
@@ -97,7 +100,7 @@ class Thin:
     @property
     def lanes_m(self) -> int:
         """Lanes along M, and the columns of each."""
-        return 1 if self.rows <= 16 else 4 if self.rows <= 32 else 8
+        return 1 if self.rows <= few_tiling.THIN_OWN else 4 if self.rows <= 32 else 8
 
     @property
     def part_m(self) -> int:
@@ -124,7 +127,8 @@ class Thin:
         return f"{self.dtype},{self.along_k},{self.rows},{self.depth}"
 
     def __str__(self) -> str:
-        return f"{self.rows}x{COLUMNS}x{self.depth}, {self.stages} stages"
+        together = "" if self.resident == 1 else f", {self.resident} on a multiprocessor"
+        return f"{self.rows}x{COLUMNS}x{self.depth}, {self.stages} stages{together}"
 
 
 @functools.cache
@@ -238,7 +242,9 @@ def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
         **finish_of(product, product.out.dtype),
     }
     name = f"few rows {product.epilogue.name}"
-    return kernel_of(thin_product, ARGUMENTS, bindings, threads=threads, blocks=1, name=name)
+    return kernel_of(
+        thin_product, ARGUMENTS, bindings, threads=threads, blocks=thin.resident, name=name
+    )
 
 
 def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
@@ -252,11 +258,17 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
     if p.places * parts > 65535 or not (along_k or p.y.runs_wide(2, few)):
         return None
     rows = 1 << (p.m - 1).bit_length() if p.m <= 16 else tiling.round_up(p.m, 4 if p.m <= 32 else 8)
-    made = Thin(p.y.dtype, along_k, p.x.runs_wide(2, few), rows, 0)
-    stages = min(few_tiling.THIN_STAGES, device.shared_per_block // made.slice_bytes)
-    if stages < 3:
+    made = Thin(p.y.dtype, along_k, p.x.runs_wide(2, few), rows, 0, 1)
+    blocks = -(-p.n // COLUMNS) * p.places * parts
+    most = few_tiling.thin_resident(blocks, rows, device.multiprocessors)
+    for resident in range(most, 0, -1):
+        room = device.shared_per_multiprocessor // resident - RESERVED_BYTES
+        stages = min(few_tiling.THIN_STAGES, min(room, device.shared_per_block) // made.slice_bytes)
+        if stages >= few_tiling.THIN_FEWEST:
+            break
+    else:
         return None
-    made = replace(made, stages=stages)
+    made = replace(made, stages=stages, resident=resident)
     # whole slices, which are whole accesses of 16 bytes
     part = tiling.round_up(-(-p.k // parts), made.depth)
     parts = -(-p.k // part)
@@ -296,7 +308,7 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     blocks, size = -(-p.n // COLUMNS) * p.places, intrinsics.itemsize(p.y.dtype)
     most = 1 if p.whole else p.k // few_tiling.THIN_PART
     for parts in sorted({1, *(max(1, min(most, x * busy // blocks)) for x in (1, 2))}):
-        cost = few_tiling.thin_cost(blocks, p.m, p.k, size, parts)
+        cost = few_tiling.thin_cost(blocks, p.m, p.k, size, parts, busy)
         name = f"{p.m} rows, K in {parts} parts"
         yield Way(name, cost, functools.partial(plan, p, device, parts))
 
@@ -316,7 +328,8 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if p.y.dtype == "float32" and (narrow or p.m > few_tiling.THIN_SURE):
         # (here a turned Y costs nothing, and tiles turn it in registers, or by a copy)
         beside = simt.beside_of(p, tiling.CORE_BLOCKS, busy)
-        if not few_tiling.thin_pays(blocks, p.m, p.n, p.k, p.places, parts, busy, p.whole, beside):
+        where = p.places, parts, busy, p.whole, beside, narrow
+        if not few_tiling.thin_pays(blocks, p.m, p.n, p.k, *where):
             return None
     return plan(p, device, parts)
 
