@@ -31,7 +31,10 @@ _PRECISE = RESIDUES, WGMMA
 #: Rows above which two sums are made at once by blocks of cp.async: fewer have kernels of their own
 #: (`FEW_ROWS`, and float64's clusters), and K from which on: below it products have, too.
 _PAIR_ROWS, _PAIR_K = 64, 9
-#: Their tiles.
+#: Their tiles, and the times of two that are cut which two in one piece may take. (An H100 took
+#: 1145 us for 268 x 14668 x 1919 in float32, whose 270 blocks of two warps are two for each
+#: multiprocessor, and PyTorch 859; by the model 1.4 of two that are cut.)
+_PAIR_WHOLE = 1.1
 _PAIR_TILES = {"float32": tiling.CORE_BLOCKS, "float64": tiling.DOUBLE_BLOCKS}
 
 
@@ -70,7 +73,11 @@ def stay_whole(
         if m <= _PAIR_ROWS or k < _PAIR_K:
             return False
         height, width = tiles[0].block_m, tiles[0].block_n
-        return -(-m // height) * -(-2 * n // width) * places >= info.multiprocessors
+        if -(-m // height) * -(-2 * n // width) * places < info.multiprocessors:
+            return False
+        where = k, places, False, info.multiprocessors
+        whole, apart = tiling.block(tiles, m, 2 * n, *where, True), tiling.block(tiles, m, n, *where)
+        return whole[3] <= _PAIR_WHOLE * 2 * apart[3]
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)
     sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors
     return hopper_cut(*sizes, 0, PLAIN, nbytes) is None

@@ -58,6 +58,9 @@ JOINED = 16
 #: Loads of a thread on their way; with 1024 threads on a multiprocessor these are 64 KiB, three
 #: times what memory's latency asks for.
 AHEAD = 4
+#: Threads that share a line along K at the least, as they read it by 16 bytes each, and blocks of a
+#: multiprocessor that keep it busy.
+SHARERS, FULL = 2, 4
 #: Values of the few vectors that a thread loads together.
 BROUGHT = 8
 #: Bytes of a slice of the few vectors, and values of K.
@@ -325,6 +328,14 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
             and is_too_large(THREADS // sharers * own, 2 * multiprocessors)
         ):
             sharers *= 2
+        # lines that fill the device anyhow have fewer, each with all that may be on its way: what
+        # a thread does beside its loads takes more time than those
+        while (
+            sharers > SHARERS
+            and 2 * units <= AHEAD // own * sharers
+            and blocks(2 * THREADS // sharers * own) >= FULL * multiprocessors
+        ):
+            sharers //= 2
     else:
         own, unit = min(unit, 32 // side), 1
         sharers = THREADS // 32

@@ -151,8 +151,9 @@ def vector_product(
         kk = i32(share * UNIT)
         while kk < left:
             away = i64(begin + kk) * long.depth
-            # (without masks where all are there; else the last that is there in place of others)
-            if i32(kk + (AHEAD - 1) * (SHARERS * UNIT) + UNIT) <= left:
+            # (without masks where all are there, of all sharers: a warp that does both waits for
+            # memory twice; else the last that is there in place of others)
+            if i32(kk - share * UNIT + AHEAD * SHARERS * UNIT) <= left:
                 for a in unrolled(AHEAD):
                     for u in unrolled(LOADS):
                         loaded = LOAD_LONG(at[u // PIECES] + away + beyond(a, u, long.depth))
