@@ -220,7 +220,6 @@ DOUBLE_BLOCKS = (
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.92),
     CudaBlock(64, 64, 16, 32, 16, 6, 1, 8, speed=1.23),
     CudaBlock(32, 64, 16, 32, 16, 8, 1, 8, speed=1.18),
-    CudaBlock(128, 16, 16, 32, 16, 3, 4, 8, speed=0.8),
     CudaBlock(64, 32, 16, 32, 16, 4, 4, 8, speed=0.9),
 )
 #: Those for several chains, which registers add up, of products of all members of points: where K

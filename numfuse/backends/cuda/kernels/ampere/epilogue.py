@@ -77,7 +77,8 @@ def read_ahead(ends: Ends, m, n, here: Position):
             r = i32(quotient(i, LINES))
             row = i32(here.row0 + r)
             column = i32(here.column0 + (i - r * LINES) * LINE_VALUES)
-            if row < m and column < n:
+            # (what all rows share is asked for once)
+            if row < m and column < n and (r == 0 or ends.extra.row != 0):
                 own = element(ends.extra, here.place, i64(row), i64(column))
                 prefetch(ends.extra.address + own)
             i = i32(i + THREADS)

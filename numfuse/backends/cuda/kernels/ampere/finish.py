@@ -10,10 +10,15 @@ from numfuse.backends.cuda.compile.schema import Ends
 from numfuse.backends.cuda.kernels.epilogue import element
 
 
-def ask_ahead(ends: Ends, place, row, column):
-    """Ask for what an element's end reads: the second-level cache has it when its sum is made."""
+def ask_ahead(ends: Ends, place, row, column, first):
+    """Ask for what an element's end reads: the second-level cache has it when its sum is made.
+
+    The bias that elements share is asked for by the `first` of them: each request goes to that
+    cache, and those of all blocks to one slice of it.
+    """
     if BIAS:
-        prefetch(ends.bias.address + element(ends.bias, place, 0, column))
+        if first:
+            prefetch(ends.bias.address + element(ends.bias, place, 0, column))
     if EXTRA:
         prefetch(ends.extra.address + element(ends.extra, place, row, column))
 

@@ -87,7 +87,7 @@ def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts):
         row_here = i32(warp)
         while row_here < m:
             if column0 + lane < n:
-                ask_ahead(ends, place, i64(row_here), i64(column0 + lane))
+                ask_ahead(ends, place, i64(row_here), i64(column0 + lane), row_here == 0)
             row_here = i32(row_here + WARPS)
     write = i32(0)
     while write < (STAGES - 1) * SLICE:

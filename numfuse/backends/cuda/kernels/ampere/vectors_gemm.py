@@ -135,7 +135,7 @@ def vector_product(
             line = i32(first + own)
             if line < lines and s < few:
                 row, column = (i64(line), i64(s)) if COLUMNS else (i64(s), i64(line))
-                ask_ahead(ends, place, row, column)
+                ask_ahead(ends, place, row, column, own == 0 if COLUMNS else s == 0)
             number = i32(number + THREADS)
     total = cuda.local.array(TOTAL, dtype=ACCUMULATOR)
     kept = cuda.local.array(TOTAL, dtype=ACCUMULATOR)
