@@ -62,10 +62,13 @@ class Operand:
             and all(step % values == 0 for step in others)
         )
 
+    def comes_by(self, values: int) -> bool:
+        """Whether so many neighbours may be accessed at once, along whichever axis they lie."""
+        return self.runs_wide(1, values) or self.runs_wide(2, values)
+
     def fits_copies(self) -> bool:
         """Whether the copy engine takes it as a factor as it lies: rows of whole 16 bytes."""
-        values = 16 // self.itemsize
-        return self.runs_wide(1, values) or self.runs_wide(2, values)
+        return self.comes_by(16 // self.itemsize)
 
     def in_wholes(self, n: int, values: int) -> bool:
         """Whether rows of `n` are made of aligned accesses of so many values."""

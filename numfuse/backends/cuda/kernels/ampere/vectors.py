@@ -73,6 +73,10 @@ BLOCK_PART = 1024
 #: microseconds by tiles and by vectors: float64 3862 x 2586 x 5, (out, in), 50 and 63; bfloat16
 #: 7729 x 781 x 4, (out, in), 20 and 28. Two sums are one launch by tiles.)
 TILES_BYTES, TILES_DOUBLE, TILES_HALF = 8 << 20, 4, 2
+#: And of fewer bytes of 16-bit values, where a line is so short that its vectors take more time than
+#: it: (bytes, more vectors than these, values of K). (An H100, 7992 x 126 x 8 in float16: 8.7 us by
+#: tiles, 9.7 by vectors.)
+TILES_SHORT = 1 << 20, 4, 256
 #: Lines from which on neighbouring threads may have neighbouring lines.
 ACROSS_LEAST = 32
 
@@ -442,7 +446,10 @@ def _goes_by_tiles(product: Product, half: bool) -> bool:
     The sizes of one place decide, as on the order of a sum.
     """
     p, long = product, Long.of(product)
-    if long.lines * p.k * p.x.itemsize < TILES_BYTES:
+    nbytes, (short, few, k) = long.lines * p.k * p.x.itemsize, TILES_SHORT
+    if half and nbytes >= short and long.few > few and p.k <= k and long.width(p, 8) > 1:
+        return True
+    if nbytes < TILES_BYTES:
         return False
     if p.x.dtype == "float64":
         return long.few > TILES_DOUBLE

@@ -36,7 +36,7 @@ from numfuse.backends.cuda.kernels.hopper import parts
 from numfuse.backends.cuda.kernels.hopper.kernel import planes_of
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.parts import split_carefully
-from numfuse.backends.cuda.kernels.hopper.tiling import box_width, copy_pays
+from numfuse.backends.cuda.kernels.hopper.tiling import box_width, copy_pays, reads_in_place
 from numfuse.backends.cuda.plan.product import Launch, Operand, Product, Slot
 
 HALF = ("bfloat16", "float16")
@@ -89,6 +89,10 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
             return Factor(found[0], Slot(name), found[1], int(places > 1), 0)
     if kind in HALF:
         if not copy_pays(product.m, product.n, product.k, product.places, axis):
+            return None
+        other = product.n if axis == 1 else product.m
+        in_place = reads_in_place(other, long * product.k * places)
+        if in_place and all(f.comes_by(2) for f in (product.x, *product.rights)):
             return None
     # a copy: along its contiguous axis, where it may
     copy = Slot(f"{name} copy")

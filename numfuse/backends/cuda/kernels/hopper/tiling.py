@@ -173,6 +173,12 @@ HOPPER_COPY, HOPPER_COPY_K = 1 << 20, 128
 #: 1.16, (275,77,24519) 1.05 and 1.23, (330,33,38970) 0.96 and 1.40, (3592,61,6067) 0.94 and 1.48;
 #: (24941,34,438) 0.99 both, (8683,99,202) 1.25 and 1.20.
 HOPPER_COPY_LARGE, HOPPER_COPY_LEAST, HOPPER_COPY_READ = 1 << 26, 16, 3
+#: And where the other factor has so few rows or columns that a copy takes longer than the product:
+#: (rows, elements of the copy at least), where all comes to mma.sync by 4 bytes. (An H100,
+#: bfloat16, with copies and without: 16 x 4098 x 4098 48 and 28 us, 34 x 23678 x 3248, (out, in),
+#: 181 and 86, 34 x 3002 x 2002 22 and 18, 64 x 5002 x 3002 43 and 37, 3290 x 5614 x 102 59 and 49,
+#: but 100 x 778 x 1002 11.4 and 12.6, 128 x 3002 x 5002 43 and 47, 256 x 2002 x 3002 24 and 35.)
+HOPPER_IN_PLACE = (16, 1 << 19), (64, 1 << 21), (112, 1 << 23)
 #: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
 #: are reached (a sixth of that for six products), its memory; and seconds of a launch.
 HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
@@ -185,6 +191,14 @@ def copy_pays(m: int, n: int, k: int, places: int, own: int) -> bool:
         return work >= HOPPER_COPY
     large = work >= HOPPER_COPY_LARGE and k >= HOPPER_COPY_LEAST
     return large and other >= HOPPER_COPY_READ * k
+
+
+def reads_in_place(other: int, elements: int) -> bool:
+    """Return whether a 16-bit factor of so many elements is read as it lies, not from a copy.
+
+    `other`: rows or columns of the other one, of which each reads all of them.
+    """
+    return any(other <= few and elements >= least for few, least in HOPPER_IN_PLACE)
 
 
 def copies_pay(m: int, n: int, k: int) -> bool:
