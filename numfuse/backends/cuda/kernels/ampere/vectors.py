@@ -61,6 +61,8 @@ AHEAD = 4
 #: Threads that share a line along K at the least, as they read it by 16 bytes each, and blocks of a
 #: multiprocessor that keep it busy.
 SHARERS, FULL = 2, 4
+#: Blocks of a multiprocessor at the most that ask for their lines before the few vectors are there.
+EARLY = 2
 #: Values of the few vectors that a thread loads together.
 BROUGHT = 8
 #: Bytes of a slice of the few vectors, and values of K.
@@ -73,10 +75,11 @@ BLOCK_PART = 1024
 #: microseconds by tiles and by vectors: float64 3862 x 2586 x 5, (out, in), 50 and 63; bfloat16
 #: 7729 x 781 x 4, (out, in), 20 and 28. Two sums are one launch by tiles.)
 TILES_BYTES, TILES_DOUBLE, TILES_HALF = 8 << 20, 4, 2
-#: And of fewer bytes of 16-bit values, where a line is so short that its vectors take more time than
-#: it: (bytes, more vectors than these, values of K). (An H100, 7992 x 126 x 8 in float16: 8.7 us by
-#: tiles, 9.7 by vectors.)
-TILES_SHORT = 1 << 20, 4, 256
+#: Half of them are enough in 16 bits of more than TILES_DOUBLE vectors (a gate of 6 x 97 x 25611 in
+#: bfloat16 took an H200 34 us by vectors, PyTorch 27). And of 16-bit values that come by several:
+#: bytes, and values of K of a line which is so short that its vectors take more time than it. (An
+#: H100, 7992 x 126 x 8 in float16: 8.7 us by tiles, 9.7 by vectors.)
+TILES_SHORT = 1 << 20, 256
 #: Lines from which on neighbouring threads may have neighbouring lines.
 ACROSS_LEAST = 32
 
@@ -243,7 +246,13 @@ def _bits(x: int) -> int:
 
 
 def _kernel(
-    block: Block, product: Product, side: Operand, columns: bool, contiguous: bool, cut: bool
+    block: Block,
+    product: Product,
+    side: Operand,
+    columns: bool,
+    contiguous: bool,
+    cut: bool,
+    early: bool,
 ) -> Kernel:
     p, b, acc = product, block, product.accumulator
     loads = b.spots * b.pieces
@@ -274,6 +283,8 @@ def _kernel(
         "ITEM": intrinsics.itemsize(b.dtype),
         "SIDE_ALONG": abs(side.strides[own]) <= abs(side.strides[3 - own]),
         "CUT": cut,
+        # values of lines are on their way, in registers, while the few vectors are brought
+        "EARLY": early,
         "RUN": min(tiling.RUN, b.lines),
         "LOAD_SIDE": accesses.load(side.dtype, 1, acc),
         "LOAD_LONG": passes.loads(b.dtype, b.width, acc),
@@ -381,7 +392,9 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
     )
     grid = (-(-long.lines // block.lines), p.places * parts, 1)
     contiguous = block.along and long.depth == 1
-    kernel = _kernel(block, p, side, columns, contiguous, parts > 1)
+    # where blocks are so few that each has registers enough, and waits for memory alone
+    early = grid[0] * grid[1] <= EARLY * device.multiprocessors
+    kernel = _kernel(block, p, side, columns, contiguous, parts > 1, early)
     launch = Launch(kernel, grid, arguments, block.shared_bytes(p.sums))
     found = planes.plan((launch,), device, block, block.lines if columns else p.m)
     return replace(found, part=part if parts > 1 else 0)
@@ -446,16 +459,16 @@ def _goes_by_tiles(product: Product, half: bool) -> bool:
     The sizes of one place decide, as on the order of a sum.
     """
     p, long = product, Long.of(product)
-    nbytes, (short, few, k) = long.lines * p.k * p.x.itemsize, TILES_SHORT
-    if half and nbytes >= short and long.few > few and p.k <= k and long.width(p, 8) > 1:
-        return True
-    if nbytes < TILES_BYTES:
-        return False
+    nbytes, many = long.lines * p.k * p.x.itemsize, long.few > TILES_DOUBLE
     if p.x.dtype == "float64":
-        return long.few > TILES_DOUBLE
-    if not half or long.few <= TILES_HALF or long.width(p, 8) > 1:
+        return many and nbytes >= TILES_BYTES
+    if not half:
         return False
-    return copies_pay(p.m, p.n, p.k)
+    if long.width(p, 8) > 1:
+        least, k = TILES_SHORT
+        return many and p.k <= k and nbytes >= least
+    enough = nbytes >= TILES_BYTES // (2 if many else 1)
+    return enough and long.few > TILES_HALF and copies_pay(p.m, p.n, p.k)
 
 
 def _ways(product: Product, device: DeviceInfo, along: bool) -> Iterator[Way]:

@@ -100,6 +100,42 @@ def beyond(a, u, step):
     return i64(a * (SHARERS * UNIT) + u % PIECES * WIDTH) * step
 
 
+def all_there(kk, left, share):
+    """Return whether the next units of all sharers are there: a warp does not do both ways."""
+    return i32(kk - share * UNIT + AHEAD * SHARERS * UNIT) <= left
+
+
+def load_all(values, at, long: Vectors, begin, kk):
+    """A thread's values of its lines for AHEAD units of K, the first at `kk` of a slice."""
+    away = i64(begin + kk) * long.depth
+    for a in unrolled(AHEAD):
+        for u in unrolled(LOADS):
+            loaded = LOAD_LONG(at[u // PIECES] + away + beyond(a, u, long.depth))
+            for v in unrolled(WIDTH):
+                values[(a * LOADS + u) * WIDTH + v] = loaded[v]
+
+
+def load_some(values, at, long: Vectors, begin, kk, left):
+    """Those that are there; the last of these is loaded in place of others, which are 0."""
+    for a in unrolled(AHEAD):
+        for u in unrolled(LOADS):
+            own = i32(kk + a * (SHARERS * UNIT) + u % PIECES * WIDTH)
+            far = i64(begin + least(own, i32(left - REACH))) * long.depth
+            loaded = LOAD_LONG(at[u // PIECES] + far)
+            for v in unrolled(WIDTH):
+                value = loaded[v] if own < left else ACCUMULATOR(0)
+                values[(a * LOADS + u) * WIDTH + v] = value
+
+
+def load_early(values, at, long: Vectors, begin, kk, left, share):
+    """A thread's values before it needs them; a block has registers for them."""
+    if kk < left:
+        if all_there(kk, left, share):
+            load_all(values, at, long, begin, kk)
+        else:
+            load_some(values, at, long, begin, kk, left)
+
+
 def vector_product(
     side: Vectors, long: Vectors, ends: Ends, sums, m, n, few, lines, k, part, parts
 ):
@@ -126,7 +162,7 @@ def vector_product(
         last = i32(lines - 1) if ALONG else i32(lines - WIDTH)
         at[p] = start + i64(least(line, last)) * long.line
         # (on its way while the few vectors are brought to shared memory)
-        if share * UNIT < k:
+        if not EARLY and share * UNIT < k:
             prefetch(at[p] + i64(share * UNIT) * long.depth)
     if BIAS or EXTRA:
         number = i32(t)
@@ -145,42 +181,39 @@ def vector_product(
     begin = i32(0)
     while begin < k:
         left = i32(least(i32(k - begin), DEPTH))
+        kk = i32(share * UNIT)
+        if EARLY:
+            load_early(values, at, long, begin, kk, left, share)
         block_barrier()  # the slice before has been read by all
         bring(memory, side, t, place, begin, left, few)
         block_barrier()
-        kk = i32(share * UNIT)
         while kk < left:
-            away = i64(begin + kk) * long.depth
-            # (without masks where all are there, of all sharers: a warp that does both waits for
-            # memory twice; else the last that is there in place of others)
-            if i32(kk - share * UNIT + AHEAD * SHARERS * UNIT) <= left:
-                for a in unrolled(AHEAD):
-                    for u in unrolled(LOADS):
-                        loaded = LOAD_LONG(at[u // PIECES] + away + beyond(a, u, long.depth))
-                        for v in unrolled(WIDTH):
-                            values[(a * LOADS + u) * WIDTH + v] = loaded[v]
+            if all_there(kk, left, share):
+                if not EARLY:
+                    load_all(values, at, long, begin, kk)
                 for a in unrolled(AHEAD):
                     here = i32(kk + a * (SHARERS * UNIT))
                     MULTIPLY(total, values, a, i32(memory + here * FACTOR_BYTES))
             else:
-                for a in unrolled(AHEAD):
-                    for u in unrolled(LOADS):
-                        own = i32(kk + a * (SHARERS * UNIT) + u % PIECES * WIDTH)
-                        far = i64(begin + least(own, i32(left - REACH))) * long.depth
-                        loaded = LOAD_LONG(at[u // PIECES] + far)
-                        for v in unrolled(WIDTH):
-                            value = loaded[v] if own < left else ACCUMULATOR(0)
-                            values[(a * LOADS + u) * WIDTH + v] = value
+                if not EARLY:
+                    load_some(values, at, long, begin, kk, left)
                 for a in unrolled(AHEAD):
                     here = i32(kk + a * (SHARERS * UNIT))
                     if here < left:
                         MULTIPLY(total, values, a, i32(memory + here * FACTOR_BYTES))
             kk = i32(kk + AHEAD * SHARERS * UNIT)
+            if EARLY:
+                load_early(values, at, long, begin, kk, left, share)
         if CHAINS:
             ADD(kept, total)
             CLEAR(total)
         begin = i32(begin + DEPTH)
     ADD(kept, total)
+    # the bias of a thread's first element is on its way meanwhile
+    own, s = of_result(t)
+    offset = ACCUMULATOR(0)
+    if t < LINES * SIDE and first + own < lines and s < few:
+        offset = bias_of(ends, place, i64(s) if COLUMNS else i64(first + own))
     block_barrier()
     for j in unrolled(TOTAL):
         PUT_ONE(i32(memory + (j * PITCH + t + (t >> 5)) * SIZE), kept[j])
@@ -197,11 +230,14 @@ def vector_product(
             PUT_ONE(to, value)
             i = i32(i + THREADS)
         block_barrier()
-    finish(memory, ends, sums, m, n, t, few, lines, place, plane, first)
+    finish(memory, ends, sums, offset, m, n, t, few, lines, place, plane, first)
 
 
-def finish(memory, ends: Ends, sums, m, n, t, few, lines, place, plane, first):
-    """The epilogue of the elements of a block, and the sums of its columns."""
+def finish(memory, ends: Ends, sums, offset, m, n, t, few, lines, place, plane, first):
+    """The epilogue of the elements of a block, and the sums of its columns.
+
+    `offset` is the bias of the thread's first element.
+    """
     number = i32(t)
     while number < LINES * SIDE:
         own, s = of_result(number)
@@ -212,7 +248,8 @@ def finish(memory, ends: Ends, sums, m, n, t, few, lines, place, plane, first):
             for x in unrolled(1, SHARERS // STEP):
                 value = value + TAKE_ONE(take_line(memory, own, s, i32(x * STEP)))
             row, column = (i64(line), i64(s)) if COLUMNS else (i64(s), i64(line))
-            offset = bias_of(ends, place, column)
+            if number != t:
+                offset = bias_of(ends, place, column)
             result = finish_sum(value, offset, ends, place, plane, row, column)
         if SUMS:
             PUT_ONE(i32(memory + (TOTAL * PITCH + number) * SIZE), result)
