@@ -526,14 +526,28 @@ def test_a_short_sum_is_written_by_16_bytes_or_less(dtype, x, monkeypatch):
         (140, 40, 8, {"epilogue": "summed", "bias": False}),
         (19, 131, 33, {"epilogue": "residual", "pre": True, "x": "strided"}),
         (300, 10, 3, {"pre": True, "y": "reversed"}),
+        (70, 45, 12, {"pre": True, "y": "columns", "epilogue": "summed"}),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("busy", [1, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_short_sum_ends_in_any_epilogue(dtype, m, n, k, options, monkeypatch):
+def test_a_short_sum_ends_in_any_epilogue(dtype, busy, m, n, k, options, monkeypatch):
+    """Guards: by columns of a thread that are neighbours, or far apart where blocks are enough."""
     monkeypatch.setattr(outer, "ODD", dict.fromkeys(outer.ODD, 40))
     monkeypatch.setattr(outer, "LEAST", 1)
-    check(dtype, lambda product, info, parts: outer.take(product, info), m, n, k, **options)
+    monkeypatch.setattr(outer, "BUSY", busy / 1000)
+    seen = []
+
+    def taken(product, info, parts):
+        plan = outer.take(product, info)
+        seen.append(plan.tiling.apart)
+        return plan
+
+    check(dtype, taken, m, n, k, **options)
+    factors = 2 * next(d for d in outer.DEPTHS if d >= k) * (8 if dtype == "float64" else 4)
+    enough = busy == 1 and k > outer.SHORT and factors <= outer.FACTORS
+    assert seen == [enough and n % 2 == 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

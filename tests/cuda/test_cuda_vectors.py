@@ -50,7 +50,10 @@ def few_threads(monkeypatch):
     ],
     ids=str,
 )
-def test_few_vectors_in_every_layout(dtype, layout, m, n, k, options):
+@pytest.mark.parametrize("early", [0, vectors.EARLY])
+def test_few_vectors_in_every_layout(dtype, layout, early, m, n, k, options, monkeypatch):
+    """Guards: also where blocks are many, which ask for their lines after the vectors."""
+    monkeypatch.setattr(vectors, "EARLY", early)
     options = {name: value or layout for name, value in options.items() if value is not False}
     options.setdefault("bias", m != 45)
     check(dtype, vectors.plan, m, n, k, **options)

@@ -76,7 +76,10 @@ def stay_whole(
         if -(-m // height) * -(-2 * n // width) * places < info.multiprocessors:
             return False
         where = k, places, False, info.multiprocessors
-        whole, apart = tiling.block(tiles, m, 2 * n, *where, True), tiling.block(tiles, m, n, *where)
+        whole, apart = (
+            tiling.block(tiles, m, 2 * n, *where, True),
+            tiling.block(tiles, m, n, *where),
+        )
         return whole[3] <= _PAIR_WHOLE * 2 * apart[3]
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)
     sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors

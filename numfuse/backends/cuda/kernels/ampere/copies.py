@@ -18,7 +18,7 @@ from numfuse.backends.cuda.tiling import CudaBlock
 #: 128 columns (of 64 twice as much), Y in any. And in slices of 8. Read off 120 pairs of one way
 #: with and without a copy, of 50 products on an H200: of X 0 to 2% and 3 to 6%, of Y 5 to 20%, in
 #: slices of 8 0 to 2% and 3 to 10%.
-TURNED, TURNED_SHORT = (0.015, 0.06), (0.01, 0.08)
+TURNED, TURNED_SHORT = (0.015, 0.06), (0.01, 0.05)
 #: And a factor that comes by so many values at a time, along K; one by one along its own axis.
 NARROW = {1: 0.13, 2: 0.01}
 NARROW_ACROSS = 0.06

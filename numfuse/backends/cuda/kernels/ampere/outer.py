@@ -73,6 +73,18 @@ class Block:
     values: int
     across: int
     rows: int
+    #: Whether a thread's columns are as far apart as there are threads side by side.
+    apart: bool = False
+
+    @property
+    def step_n(self) -> int:
+        """Columns from one of a thread's to the next."""
+        return self.across if self.apart else 1
+
+    @property
+    def wide(self) -> int:
+        """Values of an access of a row."""
+        return 1 if self.apart else self.values
 
     @property
     def groups(self) -> int:
@@ -116,7 +128,10 @@ def load_factors(factors, y: Array, place, column, n, k):
                     factors[q * VALUES + v] = loaded[v]
             else:
                 for v in unrolled(VALUES):
-                    factors[q * VALUES + v] = LOAD_ONE(at + q * y.row + v * y.column)
+                    # (of neighbours all are there, or none)
+                    if COLUMN_STEP == 1 or column + v * COLUMN_STEP < n:
+                        here = at + q * y.row + (v * COLUMN_STEP) * y.column
+                        factors[q * VALUES + v] = LOAD_ONE(here)
 
 
 def bring_rows(x: Array, memory, place, row0, m, k):
@@ -165,7 +180,7 @@ def short_product(x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k)
     number = i32(cuda.blockIdx.x)
     line = i32(quotient(number, blocks))
     column0 = i32((number - line * blocks) * BLOCK_N)
-    column = i32(column0 + c * VALUES)
+    column = i32(column0 + c * COLUMN_FIRST)
     place = i32(quotient(line, block_rows))
     row0 = i32((line - place * block_rows) * BLOCK_M)
 
@@ -228,7 +243,7 @@ def _kernel(p: Product, block: Block) -> Kernel:
     acc, size = p.accumulator, intrinsics.itemsize(p.accumulator)
     step = block.step(size)
     bindings = bound(block, "depth values block_m")
-    bindings |= finish_of(p, p.out.dtype, block.values)
+    bindings |= finish_of(p, p.out.dtype, block.wide)
     bindings |= {
         "THREADS": THREADS,
         "AHEAD": AHEAD,
@@ -238,17 +253,18 @@ def _kernel(p: Product, block: Block) -> Kernel:
         "BLOCK_N": block.columns,
         "COLUMN_THREADS": block.across,
         "COLUMN_BITS": block.across.bit_length() - 1,
-        "COLUMN_FIRST": block.values,
+        "COLUMN_FIRST": block.wide,
         "TWO_SUMS": p.has_two_sums,
-        "WIDE": block.values > 1,
-        "COLUMN_STEP": 1,
+        "WIDE": block.wide > 1,
+        "COLUMN_STEP": block.step_n,
         "ROW_STEP": block.groups,
         "BARRIER": block_barrier,
         "X_ALONG_K": abs(p.x.strides[2]) <= abs(p.x.strides[1]),
-        "Y_RUNS": all(y.in_wholes(p.n, block.values) for y in (p.y, p.y1) if y is not None),
+        "Y_RUNS": not block.apart
+        and all(y.in_wholes(p.n, block.values) for y in (p.y, p.y1) if y is not None),
         "LOAD_X": accesses.load(p.x.dtype, 1, acc),
         "LOAD_ONE": accesses.load(p.y.dtype, 1, acc),
-        "LOAD_Y": passes.loads(p.y.dtype, block.values, acc),
+        "LOAD_Y": passes.loads(p.y.dtype, block.wide, acc),
         "TAKE": accesses.load(acc, step, acc, intrinsics.SHARED),
     }
     return kernel_of(
@@ -310,15 +326,29 @@ def block_of(product: Product, multiprocessors: int) -> Block:
         values * factors <= FACTORS and all(x is None or x.in_wholes(p.n, values) for x in arrays)
     ):
         values //= 2
-    wanted = -(-p.n // values)
+    if values == 1 and p.k > SHORT and 2 * factors <= FACTORS:
+        # a value of X in shared memory serves two columns, where results are enough for that
+        block, count = _block(p, depth, 2, multiprocessors, apart=True)
+        if count >= BUSY * multiprocessors:
+            return block
+    return _block(p, depth, values, multiprocessors)[0]
+
+
+def _block(
+    product: Product, depth: int, values: int, multiprocessors: int, apart: bool = False
+) -> tuple[Block, int]:
+    """Return the block of threads with so many columns each, and the number of blocks."""
+    p, wanted = product, -(-product.n // values)
     threads = {across: -(-wanted // across) * across for across in SIDES}
     across = next(x for x in SIDES if threads[x] <= IDLE * min(threads.values()))
     columns = -(-wanted // across) * p.places
     for rows in ROWS:
-        block = Block(depth, values, across, min(rows, BLOCK_ROWS * across // THREADS))
-        if columns * -(-p.m // block.block_m) >= BUSY * multiprocessors:
+        most = min(rows, BLOCK_ROWS * across // THREADS)
+        block = Block(depth, values, across, most, apart)
+        count = columns * -(-p.m // block.block_m)
+        if count >= BUSY * multiprocessors:
             break
-    return block
+    return block, count
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:

@@ -468,7 +468,7 @@ def _goes_by_tiles(product: Product, half: bool) -> bool:
         least, k = TILES_SHORT
         return many and p.k <= k and nbytes >= least
     enough = nbytes >= TILES_BYTES // (2 if many else 1)
-    return enough and long.few > TILES_HALF and copies_pay(p.m, p.n, p.k)
+    return enough and (many or (long.few > TILES_HALF and copies_pay(p.m, p.n, p.k)))
 
 
 def _ways(product: Product, device: DeviceInfo, along: bool) -> Iterator[Way]:
