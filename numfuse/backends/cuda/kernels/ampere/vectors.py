@@ -61,6 +61,8 @@ AHEAD = 4
 #: Threads that share a line along K at the least, as they read it by 16 bytes each, and blocks of a
 #: multiprocessor that keep it busy.
 SHARERS, FULL = 2, 4
+#: Values of K up to which lines across K are spread over more blocks, by narrower accesses.
+SMALL = 128
 #: Blocks of a multiprocessor at the most that ask for their lines before the few vectors are there.
 EARLY = 2
 #: Values of the few vectors that a thread loads together.
@@ -354,8 +356,12 @@ def block_of(product: Product, long: Long, multiprocessors: int) -> Block:
     else:
         own, unit = min(unit, 32 // side), 1
         sharers = THREADS // 32
-        while sharers < 32 and blocks(THREADS // sharers * own) < 2 * multiprocessors:
+        while sharers < min(32, p.k) and blocks(THREADS // sharers * own) < 2 * multiprocessors:
             sharers *= 2
+        # (a small product waits for what comes behind another, and not for bytes)
+        small = p.k <= SMALL
+        while small and own > 1 and blocks(THREADS // sharers * own) < multiprocessors // 2:
+            own //= 2
     most = min(SLICE, SLICE_BYTES // (side * intrinsics.itemsize(acc)), tiling.CHAIN * sharers)
     depth = min(most, 1 << (p.k - 1).bit_length())
     depth = max(depth, unit)
