@@ -312,6 +312,8 @@ class Machine:
         self.ranges = [(x.ctypes.data, x.ctypes.data + x.nbytes) for x in arrays]
         self.functions = functions
         self.made: dict[Any, Any] = {}
+        #: Addresses that threads asked for before they need them.
+        self.asked: list[int] = []
         self.hub = getcurrent()
         self.grid, self.threads = (1, 1, 1), 1
         self.cluster: list[Block] = [Block((0, 0, 0), 0)]
@@ -405,6 +407,11 @@ class Machine:
     def shared(self) -> bytearray:
         """The current block's."""
         return self.current.block.shared
+
+    def ask(self, arguments: list[Any]) -> None:
+        """Ask for an address: nothing moves."""
+        self._check("global", arguments[0], 1)
+        self.asked.append(int(arguments[0]))
 
     def _check(self, space: str, address: int, size: int) -> None:
         assert address % size == 0, f"{size} bytes of {space} memory at {address:#x}"
@@ -668,7 +675,7 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
         return lambda m, a: m.wait(text, a)
     if text.startswith("wgmma.wait_group"):
         return lambda m, a: a  # (every product is there at once)
-    if text.startswith(("fence.proxy.async", "prefetch.global")):
+    if text.startswith("fence.proxy.async"):
         return lambda m, a: None
     if text.startswith("stmatrix"):
         what = "stmatrix.trans" if ".trans" in text else "stmatrix"
@@ -709,7 +716,7 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
         words = encoder(ir.VectorType(I32, 4))
         return lambda m, a: m.write("global", a[0], words(a[1:]))
     if text.startswith("prefetch"):
-        return lambda m, a: m._check("global", a[0], 1)
+        return Machine.ask
     if text.startswith("mma"):
         return lambda m, a: m.wait(name, a)
     if "@p st.global" in text:

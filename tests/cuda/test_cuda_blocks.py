@@ -273,7 +273,8 @@ def test_few_rows_are_cut_along_k_where_columns_are_few(monkeypatch):
 def short_chains(monkeypatch):
     """Chains of sums of 64 values of K, for sums of a few hundred."""
     monkeypatch.setattr(tiling, "CHAIN", 64)
-    monkeypatch.setattr(tiling, "ONE_CHAIN", {"float32": 64, "float64": 64})
+    for name in ("ONE_CHAIN", "SHORT_CHAIN"):
+        monkeypatch.setattr(tiling, name, {"float32": 64, "float64": 64})
 
 
 @pytest.mark.parametrize("k", [64, 65, 201])
@@ -299,11 +300,23 @@ def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_chains_of_a_sum_are_whole_slices_of_equal_lengths(dtype):
     for k in (1, 31, 255, 256, 257, 500, 512, 513, 768, 769, 1000, 7000, 100_000):
-        for most in {tiling.ONE_CHAIN[dtype], tiling.CHAIN}:
+        for most in {tiling.ONE_CHAIN[dtype], tiling.SHORT_CHAIN[dtype]}:
             length, one = tiling.chain(k, most), k <= most
-            assert length % 32 == 0 and length <= (most if one else tiling.CHAIN)
+            ends = min(most, tiling.CHAIN)
+            assert length % 32 == 0 and length <= (most if one else ends)
             count = -(-k // length)
-            assert count == (1 if one else -(-k // tiling.CHAIN)), k
+            assert count == (1 if one else -(-k // ends)), k
+
+
+def test_a_result_of_few_blocks_has_short_chains_in_float32():
+    """Guards: an error of more than twice cuBLAS's, which cuts such sums into parts."""
+    assert tiling.one_chain("float32", 12, 216, False) == tiling.SHORT_CHAIN["float32"]
+    assert tiling.one_chain("float32", 640, 448, False) == tiling.ONE_CHAIN["float32"]
+    x, y, out = (Operand("float32", (0, c, 1), 16) for c in (247, 216, 216))
+    made = Product(12, 216, 247, 1, x, y, out, "float32", whole=True)
+    launch = simt.CORES.take(made, HOPPER).launches[-1]
+    at = arguments(blocks.block_product).index("chain")
+    assert launch.arguments[at] == 128
 
 
 def test_a_d_b_of_few_blocks_has_short_chains_in_float64():
@@ -483,11 +496,11 @@ def test_few_rows(dtype, y, m, monkeypatch):
 
 
 @pytest.mark.parametrize("y", ["rows", "columns"])
-@pytest.mark.parametrize("m", [18, 32, 33, 64])
+@pytest.mark.parametrize("m", [5, 16, 18, 32, 33, 64])
 def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
     monkeypatch.setattr(few_tiling, "THIN_SLICE", 4096)
     monkeypatch.setattr(few_tiling, "THIN_STAGES", 6)
-    if m % 32:
+    if m % 16:
         check("float32", None, m, 20, 40, y=y, x="strided", epilogue="slope", pre=True)
     else:
         check("float32", None, m, 36, 68, y=y, epilogue="residual")

@@ -175,3 +175,65 @@ def test_clusters_of_few_rows_fill_the_device_once():
     assert (parts(64, 4096, 4096), parts(16, 8192, 2048)) == (2, 1)
     assert parts(64, 1664, 9216) is parts(32, 2048, 8192) is parts(64, 9216, 1664) is None
     assert parts(16, 4096, 512) is parts(65, 4096, 4096) is None
+
+
+def few_rows(m, k, n, dtype="float32"):
+    name, found = plan(product(m, k, n, dtype), HOPPER)
+    return name, str(found.tiling), found.launches
+
+
+def test_blocks_of_few_rows_share_a_multiprocessor_where_they_are_many():
+    """Guards: docs/cuda.md, what one waits for as it begins and ends is another's time."""
+    for sizes, together in {
+        (16, 4096, 4096): 1, (16, 1024, 16000): 2, (8, 1679, 46008): 3, (2, 512, 13824): 3,
+    }.items():  # fmt: skip
+        _, shown, (launch,) = few_rows(*sizes)
+        assert (f"{together} on a multiprocessor" in shown) == (together > 1), shown
+        room = HOPPER.shared_per_multiprocessor // together
+        assert 2 * launch.shared_bytes > room - 1024 >= launch.shared_bytes or together == 1
+    # a second round is no more than two on some multiprocessors
+    _, shown, (launch, _) = few_rows(16, 28672, 2304)
+    assert "2 on a multiprocessor" in shown and launch.grid[:2] == (72, 3)
+
+
+def test_17_rows_and_more_go_by_tiles_where_these_fill_the_device():
+    """Guards: 32 x 12288 x 2560 in float32 took 106 us by blocks of all rows, 78 by tiles."""
+    assert "a thread" in few_rows(32, 12288, 2560)[1]
+    assert "a thread" in few_rows(24, 2048, 11008)[1]
+    assert "a thread" not in few_rows(32, 4096, 4096)[1]
+
+
+def test_two_sums_are_cut_where_one_piece_leaves_a_device_idle():
+    """Guards: a gate of 268 x 14668 x 1919 in float32, 270 blocks of two warps for one sum."""
+    given = "float32", HOPPER, "ieee"
+    assert not tiers.stay_whole(*given, 268, 1919, 14668, 1)
+    assert tiers.stay_whole(*given, 2048, 1600, 960, 1)
+    assert tiers.stay_whole(*given, 8192, 5632, 2048, 1)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "tier"),
+    [
+        (34, 23678, 3248, "tensor cores"),  # 4 bytes divide its rows, and few rows read it
+        (34, 23679, 3248, "wgmma"),
+        (34, 23680, 3248, "wgmma"),
+        (128, 3002, 5002, "wgmma"),
+        (3290, 5614, 102, "tensor cores"),
+        (3290, 5614, 202, "wgmma"),
+        (34, 1002, 202, "wgmma"),
+    ],
+)
+def test_a_large_factor_of_few_rows_is_read_as_it_lies(m, k, n, tier):
+    """Guards: a copy for the copy engine took longer than the product (docs/cuda.md)."""
+    made = product(m, k, n, "bfloat16")
+    right = Operand("bfloat16", (0, 1, k), 16)
+    left = Operand("bfloat16", (0, k, 1), 16)
+    assert plan(replace(made, x=left, y=right), HOPPER)[0] == tier
+    assert plan(replace(made, x=left, y=right), AMPERE)[0] == "tensor cores"
+
+
+def test_few_columns_of_float64_go_by_narrow_tiles():
+    """Guards: a tile of 64 columns takes the time of all of them for 14."""
+    for n, width in ((14, 16), (30, 32), (71, 64)):
+        found = plan(product(128991, 87, n, "float64"), HOPPER)[1]
+        assert found.tiling.block_n == width, found.tiling

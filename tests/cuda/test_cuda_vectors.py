@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from conftest import SIMULATED, unavailable
 
+import numfuse as nf
+from numfuse import epilogues
+
 if SIMULATED:
     pytest.skip("the simulator has no intrinsics", allow_module_level=True)
 
 try:
     from cuda_devices import ADA, HOPPER, TURING
+    from cuda_machine import Machine
     from test_cuda_blocks import DTYPES, check
 
     from numfuse.backends.cuda import few_tiling, tiling
@@ -175,3 +179,47 @@ def test_a_product_of_one_term_is_written_as_fast_as_memory_takes_it(dtype):
     for m, taken in ((4096, True), (8, dtype == "float32")):
         several = str(tiers.choose(products(dtype, m, 5, 16384), HOPPER)[1].tiling)
         assert ("K up to 5" in several) == taken
+
+
+@pytest.mark.usefixtures("few_threads")
+@pytest.mark.parametrize(("m", "n"), [(100, 3), (3, 100)])
+def test_a_bias_is_asked_for_once_by_a_block(m, n):
+    """Guards: all elements of all blocks asked one slice of a cache, four times as long."""
+    a, b, c = (np.ones(s, np.float32) for s in ((m, 20), (20, n), (1, n)))
+    out = np.full((m, n), np.nan, np.float32)
+    lies = [Operand("float32", (0, x.shape[1], 1), 16) for x in (a, b, out)]
+    bias, end = Operand("float32", (0, 0, 1), 16), epilogues.layer(nf.activations()["relu"].curve)
+    given = Product(m, n, 20, 1, *lies, "float32", epilogue=end.select("out"), bias=bias)
+    (launch,) = vectors.plan(given, HOPPER).launches
+    machine = Machine([a, b, c, out])
+    slots = zip(("x", "y", "bias", "out"), (a, b, c, out), strict=True)
+    machine.run(launch, **{name: array.ctypes.data for name, array in slots})
+    np.testing.assert_array_equal(out, 21)
+    asked = [x for x in machine.asked if c.ctypes.data <= x < c.ctypes.data + c.nbytes]
+    blocks = launch.grid[0]
+    assert blocks > 1 and len(asked) == (n * blocks if m > n else n)
+
+
+def test_lines_that_fill_a_device_are_shared_by_few():
+    """Guards: docs/cuda.md, a short line's threads do more beside its loads than these take."""
+
+    def block(dtype, lines, k, n, places=1):
+        x = Operand(dtype, (lines * k, k, 1), 4)
+        y, out = Operand(dtype, (0, 1, k), 4), Operand(dtype, (lines * n, n, 1), 2)
+        p = Product(lines, n, k, places, x, y, out, "float32")
+        return vectors.block_of(p, vectors.Long.of(p), 132)
+
+    assert block("bfloat16", 18345, 26, 3, 20).sharers == vectors.SHARERS
+    assert block("bfloat16", 1834, 26, 3).sharers == 4  # of which no device is full
+
+
+def test_few_lines_across_k_are_spread_over_more_blocks():
+    """Guards: docs/cuda.md, 4 x 5 x 2745 in bfloat16 waits for its own end."""
+
+    def block(m, k, n):
+        p = products("bfloat16", m, k, n)
+        return vectors.block_of(p, vectors.Long.of(p), 132)
+
+    small, long = block(4, 5, 2745), block(3, 3285, 4441)
+    assert (small.sharers, small.own) == (8, 1) and long.own == 8
+    assert (block(3, 82, 54).sharers, block(3, 82, 54).own) == (32, 1)

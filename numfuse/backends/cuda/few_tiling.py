@@ -104,14 +104,14 @@ def thin_cost(
 
 #: Rows up to which nothing else is asked, of an X that comes by 16 bytes, and of one that comes
 #: value by value. (float32 on an H200, such blocks and the fastest tiles: 17 x 519 x 16148 47 and
-#: 25 us; by 16 bytes 16 x 4096 x 4096 32 and 40, 17 x 4096 x 11008 93 and 87, 24 x 2048 x 11008
-#: 55 and 51, 32 x 12288 x 2560 106 and 78, 32 x 4096 x 4096 47 and 48.) Of more, cycles of a value
-#: of K in a block, and more of each row unless these are few and X comes by 16 bytes; and cycles of
-#: a multiply-add of one multiprocessor's CUDA cores at full speed. On an H200 24 x 4096 x 4096 in
-#: float32 took 44 us, and 68 by the tiles above, but 64 x 1792 x 22016 184 and 144,
-#: 64 x 1024 x 1024 21 and 15.
+#: 25 us; by 16 bytes 16 x 4096 x 4096 32 and 40.) Of more, cycles of a value of K in a block: of
+#: up to THIN_WIDE rows by 16 bytes (17 x 4096 x 11008 93 and 87, 24 x 2048 x 11008 55 and 51,
+#: 32 x 12288 x 2560 106 and 78, 28 x 4096 x 4096 38 and 41, 32 x 4096 x 4096 47 and 48), or of
+#: others, and more for each row; and cycles of a multiply-add of one multiprocessor's CUDA cores at
+#: full speed. (24 x 4096 x 4096 took 44 us, and 68 by the tiles above, but 64 x 1792 x 22016 184
+#: and 144, 64 x 1024 x 1024 21 and 15.)
 THIN_SURE, THIN_FEW, THIN_WIDE = 16, 8, 32
-THIN_CYCLES, THIN_ROW_CYCLES = 14.0, 0.2
+THIN_WIDE_CYCLES, THIN_CYCLES, THIN_ROW_CYCLES = 13.0, 14.0, 0.2
 CORE_CYCLES = 1 / 125
 #: Values of K in the time of which such a block begins and ends: an H100 took 42.7 us for
 #: 64 x 256 x 18944, which are five rounds of them, and 28.8 by the tiles above, but 32 and 33 for
@@ -129,7 +129,8 @@ def thin_pays(
     value.
     """
     rounds = -(-blocks * parts // multiprocessors)
-    cycles = THIN_CYCLES + (THIN_ROW_CYCLES * m if narrow or m > THIN_WIDE else 0)
+    wide = m <= THIN_WIDE and not narrow
+    cycles = THIN_WIDE_CYCLES if wide else THIN_CYCLES + THIN_ROW_CYCLES * m
     cycles *= rounds * (-(-k // parts) + THIN_ROUND)
     cycles += tiling.CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
     where = places, False, multiprocessors, whole, beside

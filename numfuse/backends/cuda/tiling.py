@@ -49,10 +49,12 @@ CHAIN = 256
 #: of cuBLAS, whose sums are one chain, are the same). Layers of 768 of a network with 50 directions
 #: took an H200 6.03 ms and not 6.35.
 ONE_CHAIN = {"float32": 256, "float64": 768}
-#: Blocks of 64 x 64 of a d_b up to which that length is `CHAIN` in float64 too: the ends of chains
-#: are no matter where most multiprocessors have no block. (A d_b of 60 x 223 over 353 rows had
-#: twice cuBLAS's error, which cuts such sums into parts.)
+#: Blocks of 64 x 64 of a result up to which that length is a shorter one, in float64 for a d_b
+#: alone: the ends of chains are no matter where most multiprocessors have no block. (A d_b of
+#: 60 x 223 over 353 rows in float64 and a d_a of 12 x 216 over 247 columns in float32 had 2.2 and
+#: 2.3 times cuBLAS's error, which cuts such sums into parts.)
 SHORT_CHAINS = 32
+SHORT_CHAIN = {"float32": 128, "float64": 256}
 #: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
 #: these are cut into parts.
 BLOCKS_PER_MULTIPROCESSOR = 2
@@ -118,8 +120,9 @@ COPIES_BYTES = 4 << 30
 
 def one_chain(dtype: str, m: int, n: int, free: bool) -> int:
     """The most values that are one chain in the blocks of a product; `free`: of a d_b."""
-    short = free and -(-m // 64) * -(-n // 64) <= SHORT_CHAINS
-    return CHAIN if short else ONE_CHAIN[dtype]
+    few = -(-m // 64) * -(-n // 64) <= SHORT_CHAINS
+    short = few and (free or dtype == "float32")
+    return (SHORT_CHAIN if short else ONE_CHAIN)[dtype]
 
 
 def chain(k: int, one: int) -> int:
@@ -127,7 +130,7 @@ def chain(k: int, one: int) -> int:
 
     Up to `one` values are a single one.
     """
-    chains = 1 if k <= one else -(-k // CHAIN)
+    chains = 1 if k <= one else -(-k // min(CHAIN, one))
     return round_up(-(-k // chains), 32)
 
 
@@ -222,7 +225,7 @@ DOUBLE_BLOCKS = (
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.92),
     CudaBlock(64, 64, 16, 32, 16, 6, 1, 8, speed=1.23),
     CudaBlock(32, 64, 16, 32, 16, 8, 1, 8, speed=1.18),
-    CudaBlock(64, 32, 16, 32, 16, 4, 4, 8, speed=0.9),
+    CudaBlock(64, 32, 16, 32, 16, 4, 4, 8, speed=0.65),
     CudaBlock(128, 16, 16, 32, 16, 3, 4, 8, speed=0.6),
 )
 #: Those for several chains, which registers add up, of products of all members of points: where K
