@@ -116,7 +116,7 @@ def load_all(values, at, long: Vectors, begin, kk):
 
 
 def load_some(values, at, long: Vectors, begin, kk, left):
-    """Those that are there; the last of these is loaded in place of others, which are 0."""
+    """Load what is there of those; the last of it is loaded in place of others, which are 0."""
     for a in unrolled(AHEAD):
         for u in unrolled(LOADS):
             own = i32(kk + a * (SHARERS * UNIT) + u % PIECES * WIDTH)
