@@ -159,6 +159,40 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
     return a.view, b.view, out.view
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_of_two_products_is_one_launch(dtype, places, parts):
+    """Guards: both terms are planes of it, each cut to the same parts; d_a of a gated layer."""
+    acc = "float64" if dtype == "float64" else "float32"
+    rng, (m, k, n) = np.random.default_rng(5), (37, 70, 21)
+    factors = [
+        Array(rng.standard_normal((places, *size)), dtype, lies)
+        for size, lies in (((m, k), "rows"), ((k, n), "columns")) * 2
+    ]
+    a, b, a1, b1 = factors
+    out = Array(np.full((places, m, n), np.nan), dtype)
+    terms = {"x": a.operand, "y": b.operand, "x1": a1.operand, "y1": b1.operand}
+    made = Product(m, n, k, places, out=out.operand, accumulator=acc, **terms)
+    module = simt if dtype == "float32" else tensor_core
+    tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
+    part = tiling.round_up(-(-k // parts), tile.block_k)
+    plan = module.plan(made, AMPERE, tile, part, parts)
+    assert plan.parts == 2 * parts and len(plan.launches) == 2
+    work = np.full(plan.workspace + 16, 0xFF, np.uint8)
+    waits = {"grid_wait": lambda: None, "grid_release": lambda: None}
+    machine = Machine([*(v.memory for v in (*factors, out)), work], **waits)
+    at = {name: v.address for name, v in zip(terms, factors, strict=True)}
+    for launch in plan.launches:
+        machine.run(launch, **at, out=out.address, work=work.ctypes.data + -work.ctypes.data % 16)
+    x, y, x1, y1 = (v.view.astype(np.float64) for v in factors)
+    exact, size = x @ y + x1 @ y1, abs(x) @ abs(y) + abs(x1) @ abs(y1)
+    bound = (
+        UNITS[acc] * (k + 4) * size + 2 * UNITS[dtype] * abs(exact) + 3e-8 * (dtype == "float16")
+    )
+    assert (abs(out.view.astype(np.float64) - exact) <= bound).all()
+
+
 LAYOUTS = [("rows", "rows"), ("rows", "columns"), ("columns", "rows"), ("columns", "columns")]
 
 

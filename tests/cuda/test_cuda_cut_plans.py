@@ -232,6 +232,28 @@ def test_a_large_factor_of_few_rows_is_read_as_it_lies(m, k, n, tier):
     assert plan(replace(made, x=left, y=right), AMPERE)[0] == "tensor cores"
 
 
+def test_two_products_are_one_launch_where_one_leaves_a_device_idle():
+    """Guards: d_a of a gated layer (333, 1000 -> 777): 176 blocks of two warps for each weight."""
+
+    def chosen(m, k, n, dtype="float32", **options):
+        made = product(m, k, n, dtype, **options)
+        right = Operand(dtype, (0, 1, k), 16)
+        made = replace(made, y=right, x1=options.get("x1", made.x), y1=right)
+        return tiers.choose(made, HOPPER)
+
+    for dtype in ("float32", "float64"):
+        _, found = chosen(333, 777, 1000, dtype)
+        product_launch, joined = found.launches
+        assert found.parts % 2 == 0 and joined.grid != product_launch.grid
+        # two that fill the device take less time by themselves, and no planes
+        assert chosen(4096, 14336, 4096, dtype) is None
+        assert chosen(65536, 80, 896, dtype) is None
+        # (d_b has the order of its own sum; factors that lie apart would come in another way)
+        assert chosen(333, 777, 1000, dtype, free=True) is None
+        other = Operand(dtype, (0, 1, 333), 16)
+        assert chosen(333, 777, 1000, dtype, x1=other) is None
+
+
 def test_few_columns_of_float64_go_by_narrow_tiles():
     """Guards: a tile of 64 columns takes the time of all of them for 14."""
     for n, width in ((14, 16), (30, 32), (71, 64)):

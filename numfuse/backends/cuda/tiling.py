@@ -450,6 +450,28 @@ def block(
     return tile, part, parts, work
 
 
+def two_terms(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, multiprocessors: int,
+    beside: tuple[float, ...] = (),
+) -> tuple[CudaBlock, int, int] | None:  # fmt: skip
+    """The tile of a sum of two products, and (length, number) of the parts of each of its terms.
+
+    All parts of both are planes of one launch: two launches have half of the blocks each. None
+    where these take less time than that and the planes. `beside` is what each tile costs beside its
+    work.
+    """
+    found, costs = [], beside or (0.0,) * len(tiles)
+    for tile, more in zip(tiles, costs, strict=True):
+        blocks = 2 * places * -(-m // tile.block_m) * -(-n // tile.block_n)
+        for length, number in _counts(tile, blocks, k, multiprocessors, CUT_PART):
+            expected = cost(tile, m, n, places, length, 2 * number, multiprocessors)
+            found.append((expected + 2 * more, tile, length, number))
+    work, tile, length, number = min(found, key=itemgetter(0))
+    apart = 2 * block(tiles, m, n, k, places, False, multiprocessors, beside=beside)[3]
+    apart += DOUBLE_LAUNCH if tile.chunk == DOUBLE_CHUNK else CORE_LAUNCH
+    return (tile, length, number) if work < CUT_GAIN * apart else None
+
+
 #: Jets of so many directions, and stacks of so many bytes, whose pass goes into their product
 #: (`plan.members`). That saves a backward or a forward a way of the stack through memory or two,
 #: and takes about 12 more of one row of each point, and three launches, which are 64 MiB in the

@@ -46,7 +46,7 @@ def takes_rich(dtype: str, info: DeviceInfo) -> bool:
     return dtype in HALF and available(info)
 
 
-#: The tiers that take rich products, and those that make two sums in parts, too.
+#: The tiers that take rich products, and those that make two sums, or two terms, in parts, too.
 _RICH = SHORT_K, WGMMA, CORES, TENSOR_CORES
 _IN_PARTS = CORES, TENSOR_CORES
 
@@ -112,7 +112,11 @@ def choose(
         rich = alone[0] if alone is not None and alone[0] in _RICH else None
         if alone is None or rich is None:
             return None
-        if not product.free and alone[1].parts > 1:
+        if product.x1 is not None and rich in _IN_PARTS:
+            if product.free:
+                return None
+            # (each of its terms is cut as both of them fill the device)
+        elif not product.free and alone[1].parts > 1:
             if rich not in _IN_PARTS or not product.has_two_sums:
                 return None
             product = replace(product, part=alone[1].part)

@@ -136,6 +136,7 @@ def build(product: Product, block: Block, name: str) -> Kernel:
         "ROW_STEP": row_step,
         "COLUMNS": width,
         "TWO_SUMS": product.has_two_sums,
+        "TWO_TERMS": product.x1 is not None,
         "WOVEN": product.woven,
         "GAP_BITS": engine.y.gap.bit_length() - 1,
         "COLUMN_THREADS": columns,
@@ -170,12 +171,23 @@ def build(product: Product, block: Block, name: str) -> Kernel:
 def takes(product: Product, device: DeviceInfo) -> bool:
     """Return whether cp.async and lengths of 32 bits, which every tier here needs, are there.
 
-    Of rich products only those of two sums in one piece are taken.
+    Of rich products only those of two sums are taken, and bare sums of two terms.
     """
     p = product
-    if p.is_rich and (not p.has_two_sums or p.free or p.sums):
+    if p.x1 is not None and not _are_alike(p):
+        return False
+    if p.is_rich and (p.free or p.sums or not (p.has_two_sums or p.x1 is not None)):
         return False
     return device.capability >= (8, 0) and max(p.m, p.n, p.k) < 1 << 30
+
+
+def _are_alike(product: Product) -> bool:
+    """Return whether a bare sum has two terms whose factors have the same steps."""
+    p = product
+    for one, other in (p.x, p.x1), (p.y, p.y1):
+        if other is None or (one.dtype, one.strides) != (other.dtype, other.strides):
+            return False
+    return p.bias is p.bias1 is p.extra is p.pre is p.pre1 is None
 
 
 def ways_of(
@@ -223,17 +235,17 @@ def plan(
 ) -> Plan:
     """The launches: what comes before, the product, and what makes a result of its sum's parts.
 
-    The parts are planes in memory, or those of the blocks of a cluster (`clustered`). `before` uses
-    so many bytes of the workspace, where x, y and y1 may be (`slots`). `columns` are the first of
-    the result that is made and the one behind the last; all of them where that is None. `waits` and
-    `releases` are those of `Block`.
+    The parts are planes in memory, of two terms those of each, or those of the blocks of a cluster
+    (`clustered`). `before` uses so many bytes of the workspace, where x, y and y1 may be (`slots`).
+    `columns` are the first of the result that is made and the one behind the last; all of them
+    where that is None. `waits` and `releases` are those of `Block`.
     """
     tile = engine.tile
     first, last = columns or (0, product.n)
     one = tiling.one_chain(product.accumulator, product.m, product.n, product.free)
     chain = tiling.chain(min(part, product.k), one)
     cluster = parts if clustered else 1
-    parts //= cluster
+    parts = parts // cluster * (1 + (product.x1 is not None))
     planes = Planes.of(product, parts, workspace)
     p = planes.stored
     long = chain < min(part, p.k)

@@ -37,19 +37,22 @@ class Position:
 
 @dataclass
 class Second:
-    """The arrays that a product of two sums has, and one of a single sum has not."""
+    """The arrays that a product of two sums or terms has, and one of a single sum has not."""
 
-    #: The right factor of the second sum.
+    #: The right factor of the second sum or term.
     y: Array
     #: Another operand as the bias is one, and a third result.
     bias: Array
     pre: Array
+    #: The address of the left factor of the second term, which has the strides of the first one's.
+    x: Any
 
     @classmethod
     def of(cls, product: Product, y: Array) -> Second:
         """Return those of a product, whose second right factor is `y`; strides in bytes."""
         p = product
-        return cls(y, in_bytes(Slot("bias1"), p.bias1), in_bytes(Slot("pre1"), p.pre1))
+        x = 0 if p.x1 is None else Slot("x1")
+        return cls(y, in_bytes(Slot("bias1"), p.bias1), in_bytes(Slot("pre1"), p.pre1), x)
 
 
 def place_of(column):

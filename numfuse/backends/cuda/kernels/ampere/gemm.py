@@ -66,7 +66,14 @@ def block_product(
     place, row0, column0 = here.place, here.row0, here.column0
     if READS:
         read_ahead(ends, m, n, here)
-    k0 = i32(here.rank * part) if CLUSTER > 1 else i32((here.plane - place * parts) * part)
+    number = i32(here.plane - place * parts)
+    if TWO_TERMS:
+        # the planes of the second term are behind those of the first
+        terms = i32(parts >> 1)
+        if number >= terms:
+            number = i32(number - terms)
+            x.address, y.address = second.x, second.y.address
+    k0 = i32(here.rank * part) if CLUSTER > 1 else i32(number * part)
     k_left = i32(least(i32(k - k0), part))
 
     x_own, x_along = X_FIRST(t)

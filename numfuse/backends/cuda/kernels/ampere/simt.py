@@ -265,8 +265,8 @@ def plan(
     """How to run it with this tile; of the factors those are copied before that `copy` says.
 
     `rest` is another tile, and the column from which on it makes the result. The parts of K are
-    planes, or blocks of a cluster (`clustered`). Return None where two right factors cannot come in
-    the same way.
+    planes, or blocks of a cluster (`clustered`). Return None where two factors of one side cannot
+    come in the same way.
     """
     p = product
     before: list[Launch] = []
@@ -277,6 +277,8 @@ def plan(
     # on Hopper each of the launches is ready when the one before it ends
     overlaps = device.capability >= (9, 0)
     wanted = copied(p, device, tile) if copy is None else copy
+    if p.x1 is not None:  # two left factors come in the same way
+        wanted = False, False
     for number, (own, shape) in enumerate(shapes):
         if wanted[min(number, 1)] and layouts.fits(shape, p.places, own):
             to = Slot("work", workspace)
@@ -294,6 +296,8 @@ def plan(
         y, *others = (fetch(right, 2, tile.block_n, tile) for right in p.rights)
         own = blocks.paired(p, y)
         if own is None or any(other != y for other in others):
+            return None
+        if p.x1 is not None and fetch(p.x1, 1, tile.block_m, tile) != x:
             return None
         how = tuple(before), tuple(slots), workspace, (first, last), clustered, *when
         return blocks.plan(p, device, part, parts, engine(tile, x, own), "cores", *how)
@@ -336,6 +340,9 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     where = p.k, p.places, p.free, device.multiprocessors
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     beside = beside_of(p, tiles, device.multiprocessors)
+    if p.x1 is not None:
+        terms = tiling.two_terms(tiles, p.m, p.n, p.k, p.places, device.multiprocessors, beside)
+        return None if terms is None else plan(p, device, *terms)
     if p.part:
         found = blocks.ways_of(p, tiles, device.multiprocessors, beside)
         _, tile, part, parts = min(found, key=itemgetter(0))

@@ -228,12 +228,14 @@ def plan(
 ) -> Plan | None:
     """How to run it with this tile; the parts of K are planes, or blocks of a cluster.
 
-    Return None where two right factors cannot come in the same way.
+    Return None where two factors of one side cannot come in the same way.
     """
     p = product
     found = []
     right, *others = p.rights
     if any(_values(other, 2) != _values(right, 2) for other in others):
+        return None
+    if p.x1 is not None and _values(p.x1, 1) != _values(p.x, 1):
         return None
     for operand, own, block in ((p.x, 1, tile.block_m), (right, 2, tile.block_n)):
         along_k, values = _values(operand, own)
@@ -292,6 +294,9 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     p, tiles, few = product, _tiles(product, device), None
     if not tiles:
         return None
+    if p.x1 is not None:
+        terms = tiling.two_terms(tiles, p.m, p.n, p.k, p.places, device.multiprocessors)
+        return None if terms is None else _fitting(plan(p, device, *terms), device)
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     clusters = p.x.dtype == "float64" and device.capability >= (9, 0)
     if clusters and not p.free and p.members is None:
