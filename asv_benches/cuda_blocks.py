@@ -22,8 +22,9 @@ from cuda_gpu import Clock, Contestants, gelu, graph_of, operands, torch_add_for
 from cuda_tiles import Work, forget, prepare, recorded
 
 import numfuse as nf
-from numfuse.backends.cuda import few_tiling, tiling
-from numfuse.backends.cuda.tiling import CudaBlock, round_up
+from numfuse.backends.cuda import block_tiling, few_tiling
+from numfuse.backends.cuda.block_tiling import CudaBlock
+from numfuse.backends.cuda.tiling import round_up
 
 Choice = tuple[CudaBlock, int] | str
 
@@ -62,7 +63,7 @@ MANY = {
         CudaBlock(64, 64, 16, 32, 32, 3, 3, 8, group=4),
     ],
     "f32": [
-        *tiling.CORE_BLOCKS,
+        *block_tiling.CORE_BLOCKS,
         CudaBlock(64, 128, 8, 8, 8, 3, 4, kept="shared"),
         CudaBlock(128, 128, 8, 8, 8, 3, 2, kept="shared"),
         CudaBlock(128, 256, 16, 8, 16, 3, 1, kept="shared"),
@@ -103,7 +104,7 @@ def forced(choice: Choice) -> Iterator[None]:
             yield
         else:
             few = mock.patch.object(few_tiling, "few", lambda tiles, *sizes: None)
-            with few, mock.patch.object(tiling, "block", block):
+            with few, mock.patch.object(block_tiling, "block", block):
                 yield
 
 

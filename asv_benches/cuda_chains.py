@@ -21,8 +21,8 @@ from cuda_gpu import Clock, Contestants, graph_of
 from cuda_tiles import Work, forget, prepare, recorded
 
 import numfuse as nf
-from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.tiling import CudaBlock
+from numfuse.backends.cuda import block_tiling, tiling
+from numfuse.backends.cuda.block_tiling import CudaBlock
 
 ENDLESS = 1 << 29
 SINGLE, DOUBLE = CudaBlock(64, 128, 16, 8, 8, 3, 3), CudaBlock(64, 64, 16, 32, 32, 3, 3, 8)
@@ -68,7 +68,7 @@ def forced(choice: tuple[CudaBlock, int] | None) -> Iterator[None]:
         return tile, k, 1, 0.0
 
     with (
-        mock.patch.object(tiling, "block", block),
+        mock.patch.object(block_tiling, "block", block),
         mock.patch.object(tiling, "CHAIN", chain),
         mock.patch.object(tiling, "ONE_CHAIN", dict.fromkeys(tiling.ONE_CHAIN, chain)),
     ):

@@ -5,12 +5,12 @@
     python asv_benches/cuda_fit.py --steps 0               the error of today's constants alone
 
 A sweep times other ways of one product of some cases: other tiles, parts of K, copies. The models
-(`tiling.cost`, `hopper.tiling.cycles`, `few_tiling.thin_cost`, `copies.added`) give each a cost,
-which a rate and a constant make to seconds, and no way is faster than memory. All constants are
-fitted by least squares of log(predicted / measured), one kind of kernels at a time. Printed are the
-median and the 95th percentile of its absolute value, and those of the regret: how much longer the
-way takes that the model would choose than the fastest one. `--held 4` fits to three quarters of the
-products and prints the errors of the others.
+(`block_tiling.cost`, `hopper.tiling.cycles`, `few_tiling.thin_cost`, `copies.added`) give each a
+cost, which a rate and a constant make to seconds, and no way is faster than memory. All constants
+are fitted by least squares of log(predicted / measured), one kind of kernels at a time. Printed are
+the median and the 95th percentile of its absolute value, and those of the regret: how much longer
+the way takes that the model would choose than the fastest one. `--held 4` fits to three quarters of
+the products and prints the errors of the others.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def kind_of(name: str, dtype: str) -> str:
 
 def constants(kind: str) -> list[Constant]:
     """Return the constants of a kind's model."""
-    from numfuse.backends.cuda import few_tiling, tiling
+    from numfuse.backends.cuda import block_tiling, few_tiling
     from numfuse.backends.cuda.kernels.ampere import copies
     from numfuse.backends.cuda.kernels.hopper import tiling as hopper
 
@@ -149,10 +149,10 @@ def constants(kind: str) -> list[Constant]:
 
     def speed(name: str, at: int) -> Constant:
         def put(x: float) -> None:
-            old = getattr(tiling, name)
-            setattr(tiling, name, (*old[:at], replace(old[at], speed=x), *old[at + 1 :]))
+            old = getattr(block_tiling, name)
+            setattr(block_tiling, name, (*old[:at], replace(old[at], speed=x), *old[at + 1 :]))
 
-        tile = getattr(tiling, name)[at]
+        tile = getattr(block_tiling, name)[at]
         return Constant(f"speed of {name}[{at}], {tile}", tile.speed, put)
 
     def cycles(at: int) -> Constant:
@@ -166,7 +166,7 @@ def constants(kind: str) -> list[Constant]:
     tier, _, dtype = kind.rpartition(" ")
     if tier == "few rows":
         names = "THIN_FILL", "THIN_BYTES", "FMAS"
-        return [*(number(few_tiling, name) for name in names), number(tiling, "CORE_LAUNCH")]
+        return [*(number(few_tiling, name) for name in names), number(block_tiling, "CORE_LAUNCH")]
     if tier == "wgmma":
         found = [cycles(i) for i in range(1, len(hopper.HOPPER_TILES))]
         for name in ("HOPPER_FINISH", "HOPPER_HIDDEN"):
@@ -176,13 +176,13 @@ def constants(kind: str) -> list[Constant]:
     blocks = {
         "float32": ("CORE_BLOCKS",), "float64": ("DOUBLE_BLOCKS", "DOUBLE_LONG"),
     }.get(dtype, ("HALF_BLOCKS", "HALF_BLOCKS_HELD"))  # fmt: skip
-    found = [speed(name, i) for name in blocks for i in range(1, len(getattr(tiling, name)))]
+    found = [speed(name, i) for name in blocks for i in range(1, len(getattr(block_tiling, name)))]
     engine = "BUSY_SUMS", "BUSY_SUMS_POWER", "FILL", "LAUNCH_COST", "PLANE_COST"
     if dtype == "float64":
         engine = "DOUBLE_BUSY_SUMS", "DOUBLE_BUSY_POWER", "FILL", "DOUBLE_LAUNCH", "PLANE_COST"
     if tier == "cores":
         engine = "BUSY_WARPS", "BUSY_WARPS_POWER", "CORE_FILL", "CORE_LAUNCH", "CORE_PLANE"
-    found += [number(tiling, name) for name in engine]
+    found += [number(block_tiling, name) for name in engine]
     if tier == "cores":
         found += [part(copies, x, i) for x in ("TURNED", "TURNED_SHORT") for i in range(2)]
         found += [part(copies, "NARROW", i) for i in (1, 2)]

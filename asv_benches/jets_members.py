@@ -24,7 +24,7 @@ from jets_gpu import LAPLACE, flat, graphed, laplace_grads, ours, timed
 
 import numfuse as nf
 from numfuse.adapters import stacks
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import block_tiling, tiling
 from numfuse.backends.cuda.call.entry import forget
 from numfuse.backends.cuda.call.record import REPLAY
 from numfuse.backends.cuda.driver.devices import device
@@ -34,7 +34,7 @@ WAYS: dict[str, dict[Any, dict[str, Any]]] = {
     "passes": {tiling: {"MEMBERS_LEAST": 1 << 30}},
     "products": {},
     "products, own tangents": {stacks: {"SHARED_BYTES": 1 << 40}},
-    "products, wide blocks": {tiling: {"DOUBLE_MEMBERS": tiling.DOUBLE_LONG}},
+    "products, wide blocks": {block_tiling: {"DOUBLE_MEMBERS": block_tiling.DOUBLE_LONG}},
 }
 #: The programs of graphs, whose kernels and constants live as long as they do.
 HELD: list[Any] = []

@@ -27,8 +27,8 @@ except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
 from numfuse import epilogues
-from numfuse.backends.cuda import few_tiling, tiling
-from numfuse.backends.cuda.tiling import CudaBlock
+from numfuse.backends.cuda import block_tiling, few_tiling, tiling
+from numfuse.backends.cuda.block_tiling import CudaBlock
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import Curve, leaf
 from numfuse.language.graph import SYMBOL, constant
@@ -221,10 +221,10 @@ def test_odd_lengths_and_alignments_are_masked(dtype, x, y):
 def test_every_tile_fetches_every_layout(dtype):
     """Any product may be given to any of its tiles, by its sizes alone."""
     tables = {
-        "float32": tiling.CORE_BLOCKS,
-        "float64": tiling.DOUBLE_BLOCKS + tiling.DOUBLE_LONG + few_tiling.DOUBLE_FEW,
+        "float32": block_tiling.CORE_BLOCKS,
+        "float64": block_tiling.DOUBLE_BLOCKS + block_tiling.DOUBLE_LONG + few_tiling.DOUBLE_FEW,
     }
-    halves = tiling.HALF_BLOCKS + tiling.HALF_BLOCKS_HELD
+    halves = block_tiling.HALF_BLOCKS + block_tiling.HALF_BLOCKS_HELD
     module = simt if dtype == "float32" else tensor_core
     acc = "float64" if dtype == "float64" else "float32"
     for tile in tables.get(dtype, halves):
@@ -232,7 +232,7 @@ def test_every_tile_fetches_every_layout(dtype):
             for alignment in (16, 8, DTYPES[dtype].itemsize):
                 a, b = (Operand(dtype, (0, *steps), alignment) for steps in (x, y))
                 held = alignment < 4
-                if dtype in tables or held == (tile in tiling.HALF_BLOCKS_HELD):
+                if dtype in tables or held == (tile in block_tiling.HALF_BLOCKS_HELD):
                     out = Operand(dtype, (0, 64, 1), alignment)
                     made = Product(128, 64, 64, 1, a, b, out, acc)
                     module.plan(made, HOPPER, tile, 64, 1)
@@ -451,7 +451,7 @@ def test_few_blocks_behind_a_copy_are_spread_over_the_device():
     def shared(m, k, n):
         x, y = Operand("float32", (0, k, 1), 16), Operand("float32", (0, 1, k), 16)
         made = Product(m, n, k, 1, x, y, Operand("float32", (0, n, 1), 16), "float32", whole=True)
-        tile = tiling.CORE_BLOCKS[0]
+        tile = block_tiling.CORE_BLOCKS[0]
         copy, launch = simt.plan(made, HOPPER, tile, k, 1, copy=(False, True)).launches
         alone = simt.plan(made, HOPPER, tile, k, 1, copy=(False, False)).launches[0]
         assert copy.overlaps and launch.overlaps and not alone.overlaps
@@ -468,7 +468,9 @@ def test_few_blocks_behind_a_copy_are_spread_over_the_device():
 
 def test_parts_of_a_long_sum_fill_rounds():
     """Guards: d_b of (784, 1024) from 4096 rows takes two rounds on 132 multiprocessors."""
-    tile, part, parts, _ = tiling.block(tiling.CORE_BLOCKS, 784, 1024, 4096, 1, True, 132)
+    tile, part, parts, _ = block_tiling.block(
+        block_tiling.CORE_BLOCKS, 784, 1024, 4096, 1, True, 132
+    )
     blocks = -(-784 // tile.block_m) * -(-1024 // tile.block_n) * parts
     assert part * parts >= 4096 > part * (parts - 1)
     assert 0.9 < blocks / (132 * tile.resident) % 1 or blocks % (132 * tile.resident) == 0
@@ -494,7 +496,7 @@ def test_other_tiles_of_threads(tile):
 
 
 @pytest.mark.parametrize("values", [2, 4])
-@pytest.mark.parametrize("tile", tiling.CORE_BLOCKS, ids=str)
+@pytest.mark.parametrize("tile", block_tiling.CORE_BLOCKS, ids=str)
 def test_a_warp_turns_a_factor_in_one_turn_of_shared_memory(tile, values):
     """Guards: no two values that a warp writes together lie in one bank (docs/cuda.md)."""
     factor = Operand("float32", (0, 1 << 10, 1), 4 * values)

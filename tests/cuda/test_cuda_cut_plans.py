@@ -17,7 +17,7 @@ from numfuse.language.curves import leaf
 try:
     from cuda_devices import AMPERE, HOPPER, TURING
 
-    from numfuse.backends.cuda import few_tiling, tiling
+    from numfuse.backends.cuda import block_tiling, few_tiling, tiling
     from numfuse.backends.cuda.kernels.hopper import tiling as hopper
     from numfuse.backends.cuda.plan import tiers
     from numfuse.backends.cuda.plan.product import Operand, Product
@@ -93,28 +93,31 @@ def test_many_blocks_and_short_sums_are_in_one_piece(case):
     assert plan(product(m, 200, n, dtype), info)[1].parts == 1
 
 
-@pytest.mark.parametrize("tiles", [tiling.CORE_BLOCKS, tiling.DOUBLE_LONG, tiling.HALF_BLOCKS])
-def test_parts_cover_the_sum_once_in_whole_slices(tiles):
+@pytest.mark.parametrize("name", ["CORE_BLOCKS", "DOUBLE_LONG", "HALF_BLOCKS"])
+def test_parts_cover_the_sum_once_in_whole_slices(name):
+    tiles = getattr(block_tiling, name)
     for multiprocessors in (1, 20, 132, 1000):
         for m, n, k in ((1, 1, 600), (300, 100, 7000), (33, 65, 1025), (64, 4096, 4097)):
-            tile, part, parts, work = tiling.block(tiles, m, n, k, 1, False, multiprocessors)
+            tile, part, parts, work = block_tiling.block(tiles, m, n, k, 1, False, multiprocessors)
             assert part * (parts - 1) < k <= part * parts and work > 0
-            assert parts == 1 or (part % tile.block_k == 0 and part >= tiling.CUT_PART - 32)
-            again = tiling.block(tiles, m, n, k, 1, False, multiprocessors)
+            assert parts == 1 or (part % tile.block_k == 0 and part >= block_tiling.CUT_PART - 32)
+            again = block_tiling.block(tiles, m, n, k, 1, False, multiprocessors)
             assert again == (tile, part, parts, work)
-    assert tiling.block(tiles, 300, 100, 7000, 1, False, 1)[2] == 1
-    assert tiling.block(tiles, 300, 100, 7000, 1, False, 132)[2] > 4
+    assert block_tiling.block(tiles, 300, 100, 7000, 1, False, 1)[2] == 1
+    assert block_tiling.block(tiles, 300, 100, 7000, 1, False, 132)[2] > 4
 
 
 def test_a_batch_of_sums_over_rows_has_the_parts_of_one_and_a_tile_of_all():
     """Guards: an element of a batch gives what it gives alone, and 16 fill larger tiles."""
     for sizes in ((257, 130, 777), (512, 512, 9000), (64, 64, 100_000)):
-        how = tiling.CORE_BLOCKS, *sizes
-        one, many = (tiling.block(*how, places, True, 132) for places in (1, 16))
+        how = block_tiling.CORE_BLOCKS, *sizes
+        one, many = (block_tiling.block(*how, places, True, 132) for places in (1, 16))
         assert many[1:3] == one[1:3] and (many[2] == 1 or many[1] % many[0].block_k == 0)
         area = [t.block_m * t.block_n for t in (one[0], many[0])]
         assert area[1] >= area[0]
-    assert tiling.block(*how[:1], 257, 130, 777, 16, True, 132)[0] != tiling.CORE_BLOCKS[4]
+    assert (
+        block_tiling.block(*how[:1], 257, 130, 777, 16, True, 132)[0] != block_tiling.CORE_BLOCKS[4]
+    )
 
 
 def test_what_memory_limits_is_not_cut():

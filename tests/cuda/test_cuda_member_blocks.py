@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
-from numfuse.backends.cuda.tiling import CudaBlock
+from numfuse.backends.cuda.block_tiling import CudaBlock
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import leaf
 

@@ -17,10 +17,11 @@ try:
     from cuda_devices import AMPERE, HOPPER
     from cuda_machine import Machine
 
+    from numfuse.backends.cuda.block_tiling import CudaBlock
     from numfuse.backends.cuda.kernels.ampere import outer, simt, tensor_core
     from numfuse.backends.cuda.plan.product import Product
     from numfuse.backends.cuda.plan.tiers import choose, stay_whole
-    from numfuse.backends.cuda.tiling import CudaBlock, round_up
+    from numfuse.backends.cuda.tiling import round_up
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 

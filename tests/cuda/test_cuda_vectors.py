@@ -22,7 +22,7 @@ try:
     from test_cuda_blocks import DTYPES, check
 
     from numfuse.backends.cuda import few_tiling, tiling
-    from numfuse.backends.cuda.kernels.ampere import vectors
+    from numfuse.backends.cuda.kernels.ampere import vectors, vectors_tiling
     from numfuse.backends.cuda.plan import tiers
     from numfuse.backends.cuda.plan.product import Operand, Product
 except ImportError as error:
@@ -34,10 +34,10 @@ LAYOUTS = ["rows", "columns", "strided", "reversed"]
 @pytest.fixture
 def few_threads(monkeypatch):
     """Blocks of two warps, as each thread is one of Python's; sums of as few sharers are joined."""
-    monkeypatch.setattr(vectors, "THREADS", 64)
+    monkeypatch.setattr(vectors_tiling, "THREADS", 64)
     monkeypatch.setattr(vectors, "JOINED", 4)
-    monkeypatch.setattr(vectors, "SLICE", 64)
-    monkeypatch.setattr(vectors, "ACROSS_LEAST", 8)
+    monkeypatch.setattr(vectors_tiling, "SLICE", 64)
+    monkeypatch.setattr(vectors_tiling, "ACROSS_LEAST", 8)
 
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def test_the_accesses_do_not_decide_on_the_order_of_a_sum(dtype, layout, monkeyp
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize("side", range(1, vectors.SIDE + 1))
+@pytest.mark.parametrize("side", range(1, vectors_tiling.SIDE + 1))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_of_all_sizes(dtype, side):
     """Guards: what is bound to a kernel fits: whole slices, shared memory of any GPU, the lines."""
@@ -99,13 +99,13 @@ def test_blocks_of_all_sizes(dtype, side):
             x = Operand(dtype, (0, *steps), 16)
             y, out = Operand(dtype, (0, side, 1), 16), Operand(dtype, (0, side, 1), 16)
             p = Product(lines, side, k, 1, x, y, out, acc)
-            block = vectors.block_of(p, vectors.Long.of(p), 132)
+            block = vectors_tiling.block_of(p, vectors_tiling.Long.of(p), 132)
             assert (
                 block.depth % block.unit == 0 and block.unit % block.width == 0
             ) or not block.along
             assert block.shared_bytes(False) <= 40 << 10
             assert block.shared_bytes(True) <= 99 << 10
-            assert block.groups * block.sharers == vectors.THREADS
+            assert block.groups * block.sharers == vectors_tiling.THREADS
             assert block.own * block.side <= 32
 
 
@@ -207,9 +207,9 @@ def test_lines_that_fill_a_device_are_shared_by_few():
         x = Operand(dtype, (lines * k, k, 1), 4)
         y, out = Operand(dtype, (0, 1, k), 4), Operand(dtype, (lines * n, n, 1), 2)
         p = Product(lines, n, k, places, x, y, out, "float32")
-        return vectors.block_of(p, vectors.Long.of(p), 132)
+        return vectors_tiling.block_of(p, vectors_tiling.Long.of(p), 132)
 
-    assert block("bfloat16", 18345, 26, 3, 20).sharers == vectors.SHARERS
+    assert block("bfloat16", 18345, 26, 3, 20).sharers == vectors_tiling.SHARERS
     assert block("bfloat16", 1834, 26, 3).sharers == 4  # of which no device is full
 
 
@@ -218,7 +218,7 @@ def test_few_lines_across_k_are_spread_over_more_blocks():
 
     def block(m, k, n):
         p = products("bfloat16", m, k, n)
-        return vectors.block_of(p, vectors.Long.of(p), 132)
+        return vectors_tiling.block_of(p, vectors_tiling.Long.of(p), 132)
 
     small, long = block(4, 5, 2745), block(3, 3285, 4441)
     assert (small.sharers, small.own) == (8, 1) and long.own == 8

@@ -3,7 +3,8 @@
 - `face`: the backend
 - `call`: a call with device arrays
 - `plan`: a problem as a program of launches
-- `kernels`, `tiling`, `few_tiling`, `network_tiling`: the kernels and their block sizes
+- `kernels`, `tiling`, `block_tiling`, `few_tiling`, `network_tiling`: the kernels and their block
+  sizes
 - `compile`: Python to machine code
 - `driver`: devices, modules and launches
 """

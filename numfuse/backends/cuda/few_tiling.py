@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.tiling import CudaBlock, round_up
+from numfuse.backends.cuda import block_tiling, tiling
+from numfuse.backends.cuda.block_tiling import CudaBlock
+from numfuse.backends.cuda.tiling import round_up
 
 #: float64 of few rows on Hopper: one block on each multiprocessor, with most of its shared memory
 #: full of slices on their way, and a cluster of them that shares K. On an H200 at K = N = 4096 they
@@ -99,7 +100,7 @@ def thin_cost(
     cycles = max(line / THIN_BYTES, 32 * rows * itemsize / 4 / FMAS)
     shares = -(-blocks * parts // multiprocessors) / parts
     found = k * max(cycles * shares, blocks * line / MEMORY_BYTES)
-    return found + (THIN_FILL * cycles + tiling.CORE_LAUNCH / FMAS if parts > 1 else 0)
+    return found + (THIN_FILL * cycles + block_tiling.CORE_LAUNCH / FMAS if parts > 1 else 0)
 
 
 #: Rows up to which nothing else is asked, of an X that comes by 16 bytes, and of one that comes
@@ -132,9 +133,9 @@ def thin_pays(
     wide = m <= THIN_WIDE and not narrow
     cycles = THIN_WIDE_CYCLES if wide else THIN_CYCLES + THIN_ROW_CYCLES * m
     cycles *= rounds * (-(-k // parts) + THIN_ROUND)
-    cycles += tiling.CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
+    cycles += block_tiling.CORE_LAUNCH * CORE_CYCLES if parts > 1 else 0
     where = places, False, multiprocessors, whole, beside
-    return cycles <= tiling.block(tiling.CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
+    return cycles <= block_tiling.block(block_tiling.CORE_BLOCKS, m, n, k, *where)[3] * CORE_CYCLES
 
 
 def thin_parts(blocks: int, rows: int, k: int, itemsize: int, multiprocessors: int) -> int:
@@ -163,7 +164,7 @@ def vector_cost(blocks: int, nbytes: int, access: int, parts: int, multiprocesso
     """
     busy = min(blocks * parts, multiprocessors)
     rate = min(VECTOR_RATE * access * blocks * parts, VECTOR_BYTES * busy, MEMORY_BYTES)
-    return nbytes / max(1, rate) + (tiling.CORE_LAUNCH / FMAS if parts > 1 else 0)
+    return nbytes / max(1, rate) + (block_tiling.CORE_LAUNCH / FMAS if parts > 1 else 0)
 
 
 def vector_parts(blocks: int, nbytes: int, access: int, most: int, multiprocessors: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import block_tiling
 from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
 from numfuse.backends.cuda.kernels.ampere.simt import CORES
 from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
@@ -35,7 +35,7 @@ _PAIR_ROWS, _PAIR_K = 64, 9
 #: 1145 us for 268 x 14668 x 1919 in float32, whose 270 blocks of two warps are two for each
 #: multiprocessor, and PyTorch 859; by the model 1.4 of two that are cut.)
 _PAIR_WHOLE = 1.1
-_PAIR_TILES = {"float32": tiling.CORE_BLOCKS, "float64": tiling.DOUBLE_BLOCKS}
+_PAIR_TILES = {"float32": block_tiling.CORE_BLOCKS, "float64": block_tiling.DOUBLE_BLOCKS}
 
 
 def takes_rich(dtype: str, info: DeviceInfo) -> bool:
@@ -69,7 +69,7 @@ def stay_whole(
     if not takes_pairs(dtype, info, precision):
         return False
     if not takes_rich(dtype, info):
-        tiles = _PAIR_TILES.get(dtype, tiling.HALF_BLOCKS)
+        tiles = _PAIR_TILES.get(dtype, block_tiling.HALF_BLOCKS)
         if m <= _PAIR_ROWS or k < _PAIR_K:
             return False
         height, width = tiles[0].block_m, tiles[0].block_n
@@ -77,8 +77,8 @@ def stay_whole(
             return False
         where = k, places, False, info.multiprocessors
         whole, apart = (
-            tiling.block(tiles, m, 2 * n, *where, True),
-            tiling.block(tiles, m, n, *where),
+            block_tiling.block(tiles, m, 2 * n, *where, True),
+            block_tiling.block(tiles, m, n, *where),
         )
         return whole[3] <= _PAIR_WHOLE * 2 * apart[3]
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)

@@ -7,7 +7,8 @@
 - `copies`: which factors are copied before
 - `slices`, `registers`: how slices come to shared memory, and what a thread keeps in registers
 - `thin`, `thin_gemm`: products of few rows, and their kernel
-- `vectors`, `vectors_gemm`: products of at most 8 rows or columns, and their kernel
+- `vectors`, `vectors_tiling`, `vectors_gemm`: products of at most 8 rows or columns, their blocks
+  and their kernel
 - `finish`: how one sum ends, in a thread of these two
 - `outer`: products with a short K
 """

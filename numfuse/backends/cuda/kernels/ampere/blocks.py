@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import block_tiling, tiling
+from numfuse.backends.cuda.block_tiling import CudaBlock
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel
@@ -33,7 +34,6 @@ from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_byte
 from numfuse.backends.cuda.kernels.members import ends_of
 from numfuse.backends.cuda.kernels.planes import Planes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
-from numfuse.backends.cuda.tiling import CudaBlock
 
 
 # --- what is bound --------------------------------------------------------------------------------
@@ -200,10 +200,10 @@ def ways_of(
     """
     p, n = product, product.n * (1 + product.has_two_sums)  # as many columns of sums
     if p.part:
-        return tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, multiprocessors, beside)
-    least = 0 if not p.free and (p.whole or p.is_rich) else tiling.CUT_PART
+        return block_tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, multiprocessors, beside)
+    least = 0 if not p.free and (p.whole or p.is_rich) else block_tiling.CUT_PART
     places = 1 if p.free else p.places
-    return tiling.ways(tiles, p.m, n, p.k, places, least, multiprocessors, beside)
+    return block_tiling.ways(tiles, p.m, n, p.k, places, least, multiprocessors, beside)
 
 
 def paired(product: Product, fetch: Fetch) -> Fetch | None:

@@ -4,15 +4,15 @@ Such a kernel reads a factor in place where its neighbours lie along its own axi
 of 16 bytes. One that lies along K is turned in registers on the way, any other comes value by
 value; or a copy lays it out (`layouts`).
 
-Costs are in multiply-adds of one multiprocessor, as those of `tiling.cost`.
+Costs are in multiply-adds of one multiprocessor, as those of `block_tiling.cost`.
 """
 
 from __future__ import annotations
 
 from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.block_tiling import CudaBlock
 from numfuse.backends.cuda.kernels.ampere.slices import SIDE, Fetch
 from numfuse.backends.cuda.plan.product import Product
-from numfuse.backends.cuda.tiling import CudaBlock
 
 #: Shares of a product's time that X and Y take when they are turned in registers: X in blocks of
 #: 128 columns (of 64 twice as much), Y in any. And in slices of 8. Read off 120 pairs of one way

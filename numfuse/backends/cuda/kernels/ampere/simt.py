@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda import block_tiling
+from numfuse.backends.cuda.block_tiling import CudaBlock
 from numfuse.backends.cuda.compile.accesses import read_vector
 from numfuse.backends.cuda.compile.intrinsics import F32, fused
 from numfuse.backends.cuda.compile.toolchain import types
@@ -41,7 +42,6 @@ from numfuse.backends.cuda.plan.product import (
     Tier,
     Way,
 )
-from numfuse.backends.cuda.tiling import CudaBlock
 
 i32 = np.int32
 
@@ -244,10 +244,12 @@ def stacking_pays(m: int, n: int, k: int, rights: Sequence[Operand], device: Dev
     """
     count, busy = len(rights), device.multiprocessors
     where = 1, False, busy
-    apart, both = (tiling.block(tiling.CORE_BLOCKS, m, n, x, *where)[3] for x in (k, count * k))
+    apart, both = (
+        block_tiling.block(block_tiling.CORE_BLOCKS, m, n, x, *where)[3] for x in (k, count * k)
+    )
     apart = count * apart + (count - 1) * m * n * copies.COPY_COST / busy
     for right in rights:
-        ways = copies.ways(m * n * k, k * n, _share(right, 2, tiling.CORE_BLOCKS[0]), busy)
+        ways = copies.ways(m * n * k, k * n, _share(right, 2, block_tiling.CORE_BLOCKS[0]), busy)
         apart, both = apart + min(ways), both + ways[0]
     return both < apart
 
@@ -328,8 +330,8 @@ def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
         return ()
     if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
         return ()
-    small = device.shared_per_multiprocessor < tiling.CORE_SHARED
-    return tiling.CORE_BLOCKS[:-1] if small else tiling.CORE_BLOCKS
+    small = device.shared_per_multiprocessor < block_tiling.CORE_SHARED
+    return block_tiling.CORE_BLOCKS[:-1] if small else block_tiling.CORE_BLOCKS
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
@@ -341,13 +343,15 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     beside = beside_of(p, tiles, device.multiprocessors)
     if p.x1 is not None:
-        terms = tiling.two_terms(tiles, p.m, p.n, p.k, p.places, device.multiprocessors, beside)
+        terms = block_tiling.two_terms(
+            tiles, p.m, p.n, p.k, p.places, device.multiprocessors, beside
+        )
         return None if terms is None else plan(p, device, *terms)
     if p.part:
         found = blocks.ways_of(p, tiles, device.multiprocessors, beside)
         _, tile, part, parts = min(found, key=itemgetter(0))
         return plan(p, device, tile, part, parts)
-    tile, part, parts, work = tiling.block(tiles, p.m, n, *where, p.whole, beside)
+    tile, part, parts, work = block_tiling.block(tiles, p.m, n, *where, p.whole, beside)
     if p.is_rich:
         return plan(p, device, tile, part, parts) if parts == 1 else None
     beyond = p.n % tiles[0].block_n
@@ -371,13 +375,13 @@ def _in_two(
     p, beyond = product, product.n % first.block_n
     where = p.k, p.places, False, device.multiprocessors, True
     beside = runs_beside(device, copied(p, device, first))
-    launch = tiling.BESIDE_COST if beside else tiling.CORE_LAUNCH
+    launch = block_tiling.BESIDE_COST if beside else block_tiling.CORE_LAUNCH
     best = None
     for height in {tile.block_m for tile in tiles} if p.sums else {0}:
         fitting = tuple(tile for tile in tiles if height in (0, tile.block_m))
         costs = tuple(tiles[tile] for tile in fitting)
-        wide, part, parts, most = tiling.block(fitting, p.m, p.n - beyond, *where, costs)
-        thin, *_, more = tiling.block(fitting, p.m, beyond, *where)
+        wide, part, parts, most = block_tiling.block(fitting, p.m, p.n - beyond, *where, costs)
+        thin, *_, more = block_tiling.block(fitting, p.m, beyond, *where)
         found = most + more + launch, wide, thin, part, parts
         if found[0] < work and (p.n - beyond) % wide.block_n == 0:
             work, best = found[0], found
@@ -395,8 +399,8 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
         factors = _costly(p, tile)
         can = [(False, True) if part else (False,) for _, part in factors]
         for copy in itertools.product(*can):
-            name = tiling.way_name(tile, part, parts)
-            work = tiling.cost(tile, p.m, n, p.places, part, parts, busy)
+            name = block_tiling.way_name(tile, part, parts)
+            work = block_tiling.cost(tile, p.m, n, p.places, part, parts, busy)
             for x, is_copied, factor in zip("XY", copy, factors, strict=True):
                 name += f", {x} copied" if is_copied else ""
                 work += copies.added(p, *factor, is_copied, busy)

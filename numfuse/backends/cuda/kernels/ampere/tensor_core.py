@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda import few_tiling, tiling
+from numfuse.backends.cuda import block_tiling, few_tiling, tiling
+from numfuse.backends.cuda.block_tiling import CudaBlock
 from numfuse.backends.cuda.compile.accesses import read_vector
 from numfuse.backends.cuda.compile.engines import (
     load_matrix,
@@ -36,7 +37,6 @@ from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
 from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Plan, Product, Tier, Way
-from numfuse.backends.cuda.tiling import CudaBlock
 
 i32 = np.int32
 
@@ -268,11 +268,11 @@ def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
     if p.x.dtype == "float64":
         long = p.k > tiling.one_chain("float64", p.m, p.n, p.free)
         if long and p.members is not None:
-            return tiling.DOUBLE_MEMBERS
-        tiles = tiling.DOUBLE_LONG if long else tiling.DOUBLE_BLOCKS
+            return block_tiling.DOUBLE_MEMBERS
+        tiles = block_tiling.DOUBLE_LONG if long else block_tiling.DOUBLE_BLOCKS
         return tuple(tile for tile in tiles if tile.resident > 1 or _has_room(tile, device))
     held = 1 in (_values(p.x, 1)[1], _values(p.rights[0], 2)[1])
-    return tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
+    return block_tiling.HALF_BLOCKS_HELD if held else block_tiling.HALF_BLOCKS
 
 
 def _has_room(tile: CudaBlock, device: DeviceInfo) -> bool:
@@ -295,7 +295,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     if not tiles:
         return None
     if p.x1 is not None:
-        terms = tiling.two_terms(tiles, p.m, p.n, p.k, p.places, device.multiprocessors)
+        terms = block_tiling.two_terms(tiles, p.m, p.n, p.k, p.places, device.multiprocessors)
         return None if terms is None else _fitting(plan(p, device, *terms), device)
     n = p.n * (1 + p.has_two_sums)  # as many columns of sums
     clusters = p.x.dtype == "float64" and device.capability >= (9, 0)
@@ -316,7 +316,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     for first in range(min(3, len(tiles))):  # the largest want more than consumers' GPUs have
         fitting = tiles[first:]
-        tile, part, parts, _ = tiling.block(
+        tile, part, parts, _ = block_tiling.block(
             fitting, p.m, n, p.k, p.places, p.free, device.multiprocessors, p.whole
         )
         if p.is_rich and parts > 1:
@@ -336,8 +336,8 @@ def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
         return _fitting(plan(p, device, tile, part, parts), device)
 
     for _, tile, part, parts in blocks.ways_of(p, _tiles(p, device), busy):
-        name = tiling.way_name(tile, part, parts)
-        cost = tiling.cost(tile, p.m, n, p.places, part, parts, busy)
+        name = block_tiling.way_name(tile, part, parts)
+        cost = block_tiling.cost(tile, p.m, n, p.places, part, parts, busy)
         yield Way(name, cost, functools.partial(made, tile, part, parts))
 
 

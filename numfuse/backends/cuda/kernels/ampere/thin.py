@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from numfuse.backends.cuda import few_tiling, tiling
+from numfuse.backends.cuda import block_tiling, few_tiling, tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.accesses import read_vector, write_vector
 from numfuse.backends.cuda.compile.intrinsics import (
@@ -327,7 +327,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     narrow = p.m > few_tiling.THIN_FEW and not p.x.runs_wide(2, 4)
     if p.y.dtype == "float32" and (narrow or p.m > few_tiling.THIN_SURE):
         # (here a turned Y costs nothing, and tiles turn it in registers, or by a copy)
-        beside = simt.beside_of(p, tiling.CORE_BLOCKS, busy)
+        beside = simt.beside_of(p, block_tiling.CORE_BLOCKS, busy)
         where = p.places, parts, busy, p.whole, beside, narrow
         if not few_tiling.thin_pays(blocks, p.m, p.n, p.k, *where):
             return None
