@@ -43,7 +43,7 @@ def usual(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(tiling, "THIN_ROWS", -1)
             patch.setattr(tiling, "NARROW", -1)
-            found = results(operands)
+            found = operands() if callable(operands) else results(operands)
         BACKEND.replay.clear()
         return found
 
@@ -69,6 +69,34 @@ def test_few_rows_or_columns_have_the_bits_of_many(dtype, few, usual):
         for m, n in ((few, 37), (61, few), (few, few), (few, 531)):
             values = operands(m, n, k, dtype)
             assert_same(results(values), usual(values), (m, n, k))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2)])
+def test_few_results_have_the_bits_of_many(m, n, dtype, usual):
+    """Guards: chains that run side by side, of whole blocks of K and of what is left of it."""
+    for k in (1, 256, 257, 511, 512, 1024, 1300, 4096, 4099, 9000):
+        values = operands(m, n, k, dtype)
+        assert_same(results(values), usual(values), k)
+    BACKEND.replay.clear()
+    nf.matmul_bias_activation(*values[1:], "relu")
+    assert "thin" in nf.last_call().kernel or dtype not in ("float32", "float64")
+
+
+def test_one_result_of_a_sum_of_products_has_the_bits_of_many(usual):
+    """Its terms are added in their order: two rows of a second order's sum."""
+    rng = np.random.default_rng(8)
+    a, b, bias, u, v, grad = (
+        normal(rng, shape, np.float32)
+        for shape in ((1, 700), (700, 1), (1,), (1, 700), (700, 1), (1, 1))
+    )
+
+    def second():
+        found = nf.matmul_bias_activation_double_bwd(u, v, bias, grad, a, b, bias, "tanh")
+        return [x for x in found if x is not None]
+
+    wanted = usual(second)
+    assert_same(second(), wanted, "second order")
 
 
 @pytest.mark.parametrize("few", (1, 2, 5, 8, 11, 12))

@@ -161,6 +161,13 @@ THIN_VECTORS = 24
 #: other products of more rows are packed. Measured on Zen 5 with 5 to 12 rows: a larger B takes
 #: 0.52 to 0.99 of the time of packed products, one of 300 x 300 in float32, read in place, 1.35.
 THIN_SHARE = BLOCK_SHARE
+#: Elements of a result up to which each is a sum by itself, of any K and from DOT_DEEP values on:
+#: lanes of vectors are columns, so one column has one chain at a time, and each multiply-add waits
+#: for the one before. And the blocks of K whose chains run side by side. (Zen 5, float32, all in
+#: microseconds: 1 x 17049 x 1 27.4 and by itself 6.4, 1 x 1024 x 1 3.1 and 2.3, 2 x 17049 x 1 18.9
+#: and 11.1, but 2 x 1024 x 1 2.6 and 3.0, 4 x 17049 x 1 19.0 and 21.0.)
+DOTS, DEEP_DOTS, DOT_DEEP = 1, 2, 2048
+DOT_BLOCKS = 8
 #: Bytes of vectors whose tiles of few rows are so narrow that such a B passes in long pieces, and
 #: sums of a block's columns: four rows of B x 4000 in float32 took 24 of its columns at a time,
 #: which is 96 bytes of each row.

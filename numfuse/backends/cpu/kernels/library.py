@@ -34,7 +34,7 @@ from numfuse.backends.cpu.llvm import (
     vectors,
 )
 from numfuse.backends.cpu.llvm import residues as integers
-from numfuse.backends.cpu.llvm.thin import make_streamed, make_thin
+from numfuse.backends.cpu.llvm.thin import make_chains, make_streamed, make_thin
 from numfuse.moduli import HUGE, TINY, Residues
 from numfuse.runtime import lifetimes, replay, specialise
 
@@ -201,6 +201,18 @@ def thin_cell(acc: str, by_rows: bool, streamed: bool) -> specialise.Kernel:
         "ZERO": zero(acc),
     }
     add = specialise.device(thin.add_rows, **sums)
+    terms = specialise.device(gemm.sum_offsets, **words)
+    size = vectors.itemsize(acc)
+    dot = specialise.device(
+        thin.dot,
+        **words,
+        **sums,
+        SUM_OFFSETS=terms,
+        CHAINS=make_chains(acc),
+        CHAIN=tiling.CHAIN,
+        BLOCKS=tiling.DOT_BLOCKS,
+        SIZE=size,
+    )
     if streamed:
         kernel = make_streamed(acc, vector_bytes)
         passed = specialise.device(thin.pass_pieces, **sums, ADD_ROWS=add, STREAMED=kernel)
@@ -212,12 +224,16 @@ def thin_cell(acc: str, by_rows: bool, streamed: bool) -> specialise.Kernel:
         thin.thin_cell,
         **words,
         **sums,
-        SUM_OFFSETS=specialise.device(gemm.sum_offsets, **words),
+        SUM_OFFSETS=terms,
         ADD_ROWS=add,
         PASS=passed,
+        DOT=dot,
+        DOTS=tiling.DOTS,
+        DEEP_DOTS=tiling.DEEP_DOTS,
+        DOT_DEEP=tiling.DOT_DEEP,
         BY_ROWS=by_rows,
         CHAIN=tiling.CHAIN,
-        SIZE=vectors.itemsize(acc),
+        SIZE=size,
     )
 
 

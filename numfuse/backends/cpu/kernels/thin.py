@@ -27,7 +27,14 @@ def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
     part, more = sums + rows * stride, sums + 2 * rows * stride
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
-        for s in range(d[D_SUM_SIZE]):
+        dots = rows * (j1 - j0) <= (DOTS if k < DOT_DEEP else DEEP_DOTS)
+        if dots:
+            for i in range(rows):
+                own = SUMS(sums + i * stride)
+                for j in range(columns):
+                    a, b = a_base + i * a_row, b_base + (jc + j) * b_column
+                    own[j] = DOT(descriptor, a, b, part)
+        for s in range(0 if dots else d[D_SUM_SIZE]):
             for pc in range(0, k, kc):
                 depth = min(kc, k - pc)
                 a, b = SUM_OFFSETS(
@@ -46,6 +53,41 @@ def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
                     ADD_ROWS(sums, part, rows, columns, stride)
         for i in range(rows):
             CALL_ROW(d[D_ROW], workspace, sums + i * stride, i, jc, columns)
+
+
+def dot(descriptor: int, a: int, b: int, found: int) -> float:
+    """Return one sum: that of the kernels of many columns, of which all lanes but one were idle.
+
+    Its chains do not depend on each other, and run side by side; `found` has room for them.
+    """
+    d = WORDS(descriptor)
+    k, kc, a_k, b_k = d[D_K], d[D_KC], d[D_A_K], d[D_B_K]
+    chains = SUMS(found)
+    total, begun = ZERO, False
+    for s in range(d[D_SUM_SIZE]):
+        a_at, b_at = SUM_OFFSETS(descriptor, s, a, b)
+        pc = 0
+        while pc < k:
+            depth = min(kc, k - pc)
+            half = (depth + 1) // 2 if depth > CHAIN else depth
+            each = 2 if half < depth else 1
+            if each * half == depth:
+                blocks = min(BLOCKS, (k - pc) // depth)
+                CHAINS(each * blocks, half, a_at + pc * a_k, a_k, b_at + pc * b_k, b_k, found)
+            else:
+                blocks = 1
+                for q in range(2):
+                    at = pc + q * half
+                    length = half if q == 0 else depth - half
+                    CHAINS(1, length, a_at + at * a_k, a_k, b_at + at * b_k, b_k, found + q * SIZE)
+            for q in range(blocks):
+                value = chains[each * q]
+                if each == 2:
+                    value = value + chains[2 * q + 1]
+                total = total + value if begun else value
+                begun = True
+            pc += blocks * depth
+    return total
 
 
 def pass_panels(

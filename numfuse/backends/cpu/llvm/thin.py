@@ -392,3 +392,50 @@ def make_thin(acc: str, vector_bytes: int, rows: int, by_rows: bool) -> Any:
 
     key = f"{acc},{vector_bytes},{rows},{by_rows},{AHEAD},{SHORT},1"
     return address_intrinsic("thin", key, 11, body)
+
+
+@functools.cache
+def make_chains(acc: str) -> Any:
+    """``chains(count, k, a, a_k, b, b_k, c)``.
+
+    ``c[q] = sum_p a[q * k + p] * b[q * k + p]``, each product added to the sum before it, steps in
+    bytes. So many chains of one element run side by side as hide a multiply-add's latency.
+    """
+    element, size = FORMATS[acc]
+
+    def body(builder: ir.IRBuilder, count: ir.Value, *args: ir.Value) -> None:
+        k, a, a_k, b, b_k, c = args
+
+        def group(width: int) -> Callable[[ir.Value, Values], Values]:
+            def chains(q: ir.Value, _: Values) -> Values:
+                def places(base: ir.Value, step: ir.Value) -> Values:
+                    apart = builder.mul(k, step)
+                    first = builder.add(base, builder.mul(q, apart))
+                    return [builder.add(first, builder.mul(I64(i), apart)) for i in range(width)]
+
+                def loaded(row: ir.Value, at: ir.Value) -> ir.Value:
+                    place = pointer_to(builder, builder.add(row, at), 0, element)
+                    return builder.load(place, align=size)
+
+                def product(p: ir.Value, sums: Values) -> Values:
+                    at_a, at_b = builder.mul(p, a_k), builder.mul(p, b_k)
+                    return [
+                        multiply_add(builder, loaded(x, at_a), loaded(y, at_b), value)
+                        for x, y, value in zip(rows_a, rows_b, sums, strict=True)
+                    ]
+
+                rows_a, rows_b = places(a, a_k), places(b, b_k)
+                zeros = [ir.Constant(element, 0.0)] * width
+                sums = _loop(builder, I64(0), k, 1, zeros, product)
+                for i, value in enumerate(sums):
+                    to = builder.add(c, builder.mul(builder.add(q, I64(i)), I64(size)))
+                    builder.store(value, pointer_to(builder, to, 0, element), align=size)
+                return []
+
+            return chains
+
+        whole = builder.mul(builder.sdiv(count, I64(BESIDE)), I64(BESIDE))
+        _loop(builder, I64(0), whole, BESIDE, [], group(BESIDE))
+        _loop(builder, whole, count, 1, [], group(1))
+
+    return address_intrinsic("chains", f"{acc},{BESIDE},1", 7, body)

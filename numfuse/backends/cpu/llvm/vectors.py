@@ -124,9 +124,11 @@ _LETTERS = {ir.DoubleType(): "f64", ir.FloatType(): "f32", ir.HalfType(): "f16"}
 _LETTERS |= {I16: "i16", I32: "i32"}
 
 
-def called(ty: ir.VectorType) -> str:
-    """Return what LLVM calls vectors of this type in the names of its functions."""
-    return f"v{ty.count}{_LETTERS[ty.element]}"
+def called(ty: ir.Type) -> str:
+    """Return what LLVM calls a number or vectors of a type in the names of its functions."""
+    if isinstance(ty, ir.VectorType):
+        return f"v{ty.count}{_LETTERS[ty.element]}"
+    return _LETTERS[ty]
 
 
 def stack(builder: ir.IRBuilder, size: int) -> ir.Value:
