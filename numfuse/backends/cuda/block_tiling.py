@@ -214,6 +214,11 @@ def _counts(
     return list(found)
 
 
+def _launch_cost(tile: CudaBlock) -> int:
+    """Return what another launch takes to begin and end, in the multiply-adds of a tile."""
+    return {0: CORE_LAUNCH, DOUBLE_CHUNK: DOUBLE_LAUNCH}.get(tile.chunk, LAUNCH_COST)
+
+
 def cost(
     tile: CudaBlock, m: int, n: int, places: int, length: int, number: int, multiprocessors: int
 ) -> float:
@@ -221,7 +226,7 @@ def cost(
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
     found = _work(tile, blocks * number, length, multiprocessors)
     if number > 1:
-        found += {0: CORE_LAUNCH, DOUBLE_CHUNK: DOUBLE_LAUNCH}.get(tile.chunk, LAUNCH_COST)
+        found += _launch_cost(tile)
         plane = PLANE_COST if tile.chunk else CORE_PLANE
         found += places * m * n * number * plane / multiprocessors
     return found
@@ -233,21 +238,22 @@ _Way = tuple[float, CudaBlock, int, int]
 
 def ways(
     tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, part: int,
-    multiprocessors: int, beside: tuple[float, ...] = (),
+    multiprocessors: int, beside: tuple[float, ...] = (), terms: int = 1,
 ) -> list[_Way]:  # fmt: skip
     """Return the ways to run a product; K is cut to parts of `part` at least, 0: it is not.
 
-    `beside` is what each tile costs beside that, 0 where it is empty.
+    `beside` is what each tile costs beside that, 0 where it is empty. Of a sum of several `terms`
+    each is cut so, and the parts of all are planes of one launch.
     """
     found = []
     for tile, more in zip(tiles, beside or (0.0,) * len(tiles), strict=True):
-        blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places * terms
         cuts = [(max(1, k), 1)]
         if part:
             cuts = _counts(tile, blocks, k, multiprocessors, part)
         for length, number in cuts:
-            expected = cost(tile, m, n, places, length, number, multiprocessors)
-            found.append((expected + more, tile, length, number))
+            expected = cost(tile, m, n, places, length, terms * number, multiprocessors)
+            found.append((expected + terms * more, tile, length, number))
     return found
 
 
@@ -311,13 +317,8 @@ def two_terms(
     where these take less time than that and the planes. `beside` is what each tile costs beside its
     work.
     """
-    found, costs = [], beside or (0.0,) * len(tiles)
-    for tile, more in zip(tiles, costs, strict=True):
-        blocks = 2 * places * -(-m // tile.block_m) * -(-n // tile.block_n)
-        for length, number in _counts(tile, blocks, k, multiprocessors, CUT_PART):
-            expected = cost(tile, m, n, places, length, 2 * number, multiprocessors)
-            found.append((expected + 2 * more, tile, length, number))
-    work, tile, length, number = min(found, key=itemgetter(0))
+    how = places, CUT_PART, multiprocessors, beside, 2
+    work, tile, length, number = _cheapest(tiles, m, n, k, *how)
     apart = 2 * block(tiles, m, n, k, places, False, multiprocessors, beside=beside)[3]
-    apart += DOUBLE_LAUNCH if tile.chunk == DOUBLE_CHUNK else CORE_LAUNCH
+    apart += _launch_cost(tile)
     return (tile, length, number) if work < CUT_GAIN * apart else None

@@ -122,7 +122,7 @@ THIN_ROUND = 200
 
 def thin_pays(
     blocks: int, m: int, n: int, k: int, places: int, parts: int, multiprocessors: int, whole: bool,
-    beside: tuple[float, ...] = (), narrow: bool = True,
+    beside: tuple[float, ...], narrow: bool,
 ) -> bool:  # fmt: skip
     """Return whether rows take no longer by blocks of all of them, K cut in so many parts.
 

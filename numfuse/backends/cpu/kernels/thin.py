@@ -25,16 +25,16 @@ def thin_cell(descriptor: int, cell: int, workspace: int) -> None:
     stride = (d[D_NC] + 8 * VL) * SIZE
     sums = workspace + d[D_STRIP]
     part, more = sums + rows * stride, sums + 2 * rows * stride
+    if rows * (j1 - j0) <= (DOTS if k < DOT_DEEP else DEEP_DOTS):
+        for i in range(rows):
+            own = SUMS(sums)
+            for j in range(j0, j1):
+                own[j - j0] = DOT(descriptor, a_base + i * a_row, b_base + j * b_column, part)
+            CALL_ROW(d[D_ROW], workspace, sums, i, j0, j1 - j0)
+        return
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
-        dots = rows * (j1 - j0) <= (DOTS if k < DOT_DEEP else DEEP_DOTS)
-        if dots:
-            for i in range(rows):
-                own = SUMS(sums + i * stride)
-                for j in range(columns):
-                    a, b = a_base + i * a_row, b_base + (jc + j) * b_column
-                    own[j] = DOT(descriptor, a, b, part)
-        for s in range(0 if dots else d[D_SUM_SIZE]):
+        for s in range(d[D_SUM_SIZE]):
             for pc in range(0, k, kc):
                 depth = min(kc, k - pc)
                 a, b = SUM_OFFSETS(

@@ -196,9 +196,12 @@ def ways_of(
 ) -> list[tuple[float, CudaBlock, int, int]]:  # fmt: skip
     """Return what a model expects of a product, a tile, and (length, number) of its sum's parts.
 
-    `beside` is what each tile costs beside its work.
+    `beside` is what each tile costs beside its work. Two terms have no other way than that of
+    `block_tiling.two_terms`.
     """
     p, n = product, product.n * (1 + product.has_two_sums)  # as many columns of sums
+    if p.x1 is not None:
+        return []
     if p.part:
         return block_tiling.in_parts(tiles, p.m, n, p.k, p.places, p.part, multiprocessors, beside)
     least = 0 if not p.free and (p.whole or p.is_rich) else block_tiling.CUT_PART

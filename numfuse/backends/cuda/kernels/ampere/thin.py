@@ -255,7 +255,7 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
     p = product
     few = 16 // intrinsics.itemsize(p.y.dtype)
     along_k = p.y.runs_wide(1, few)
-    if p.places * parts > 65535 or not (along_k or p.y.runs_wide(2, few)):
+    if p.places * parts > 65535 or not p.y.comes_by(few):
         return None
     rows = 1 << (p.m - 1).bit_length() if p.m <= 16 else tiling.round_up(p.m, 4 if p.m <= 32 else 8)
     made = Thin(p.y.dtype, along_k, p.x.runs_wide(2, few), rows, 0, 1)
