@@ -11,12 +11,19 @@ the order of K.
 # ruff: noqa: F821
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from numfuse.backends.cuda.compile import accesses, intrinsics
-from numfuse.backends.cuda.compile.intrinsics import block_barrier, quotient, shared_address
+from numfuse.backends.cuda.compile.intrinsics import (
+    block_barrier,
+    least,
+    quotient,
+    shared_address,
+)
 from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
@@ -31,7 +38,7 @@ from numfuse.backends.cuda.kernels.ampere.epilogue import (
 )
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
 from numfuse.backends.cuda.kernels.hopper.tiling import copies_pay
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier, Way
 from numfuse.language.curves import leaf
 
 i32, i64 = np.int32, np.int64
@@ -58,8 +65,17 @@ ROWS, BLOCK_ROWS = (32, 16, 8), 128
 SIDES, IDLE = (128, 64, 32, 16), 1.1
 #: Rows of a thread that are on their way together.
 AHEAD = 4
-#: Blocks that keep a multiprocessor busy.
-BUSY = 8
+#: Bytes of X that are on their way to a thread's registers together.
+BROUGHT_BYTES = 48
+#: Blocks that keep a multiprocessor busy. (An H200 took 9.0 us for 32641 x 20 x 31 in float32 with
+#: 510 blocks of 16 rows a thread, and 9.7 with 1,020 of 8; 14.0 for 5000 x 12 x 1001 with 628, 14.8
+#: with 1,252.)
+BUSY = 3.5
+#: Blocks that have registers on a multiprocessor, at the most, where K is more than `SHORT`: what
+#: is loaded before the arithmetic would take so many that fewer have. (23232 x 15 x 161 in bfloat16
+#: 15.4 us, and 19.8 without the limit.) Registers that a thread has beside Y's, and those of a
+#: multiprocessor's threads.
+RESIDENT, OWN, REGISTERS = 6, 40, 1 << 16
 #: Registers that a thread has for Y, in bytes.
 FACTORS = 384
 
@@ -75,6 +91,8 @@ class Block:
     rows: int
     #: Whether a thread's columns are as far apart as there are threads side by side.
     apart: bool = False
+    #: Blocks that shall fit on a multiprocessor; 0: as many as do.
+    resident: int = 0
 
     @property
     def step_n(self) -> int:
@@ -111,46 +129,71 @@ class Block:
         """Return the bytes of X's rows, or of the sums of columns that groups of threads have."""
         return size * max(self.block_m * self.pitch(size), self.groups * self.columns)
 
+    def bounded(self, factors: int) -> Block:
+        """Return it with as many blocks on a multiprocessor as leave so many bytes for Y."""
+        most = REGISTERS // THREADS // (factors // 4 + OWN)
+        return replace(self, resident=min(RESIDENT, most))
+
     def __str__(self) -> str:
-        return f"{self.rows} rows of {self.values} columns a thread, K up to {self.depth}"
+        found = f"{self.rows} rows of {self.values} columns a thread, K up to {self.depth}"
+        return found + f", {self.across} side by side"
 
 
 def load_factors(factors, y: Array, place, column, n, k):
-    """A thread's columns of a factor Y; zeros behind its ends."""
-    at = y.address + place * y.place + i64(column) * y.column
+    """A thread's columns of a factor Y; zeros behind the last value of K.
+
+    Every load is of what is there, so that none waits for a condition: what lies behind an end is
+    read in the last place before it.
+    """
+    at = cuda.local.array(VALUES, dtype=types.int64)
+    for v in unrolled(1 if Y_RUNS else VALUES):
+        here = least(i32(column + v * COLUMN_STEP), i32(n - WIDTH))
+        at[v] = y.address + place * y.place + i64(here) * y.column
     for q in unrolled(DEPTH):
-        for v in unrolled(VALUES):
-            factors[q * VALUES + v] = ACCUMULATOR(0)
-        if q < k and column < n:
-            if Y_RUNS:
-                loaded = LOAD_Y(at + q * y.row)
-                for v in unrolled(VALUES):
-                    factors[q * VALUES + v] = loaded[v]
-            else:
-                for v in unrolled(VALUES):
-                    # (of neighbours all are there, or none)
-                    if COLUMN_STEP == 1 or column + v * COLUMN_STEP < n:
-                        here = at + q * y.row + (v * COLUMN_STEP) * y.column
-                        factors[q * VALUES + v] = LOAD_ONE(here)
+        if Y_RUNS:
+            loaded = LOAD_Y(at[0])
+            for v in unrolled(VALUES):
+                factors[q * VALUES + v] = loaded[v]
+        else:
+            for v in unrolled(VALUES):
+                factors[q * VALUES + v] = LOAD_ONE(at[v])
+        step = y.row if q + 1 < k else i64(0)
+        for v in unrolled(1 if Y_RUNS else VALUES):
+            at[v] += step
+    for q in unrolled(DEPTH):
+        if q >= k:
+            for v in unrolled(VALUES):
+                factors[q * VALUES + v] = ACCUMULATOR(0)
 
 
 def bring_rows(x: Array, memory, place, row0, m, k):
-    """The block's rows of X to shared memory; zeros behind its ends."""
+    """The block's rows of X to shared memory; zeros behind the last value of K.
+
+    A thread has BROUGHT values on their way together, each of them of what is there.
+    """
     base = x.address + place * x.place + i64(row0) * x.row
+    held = cuda.local.array(BROUGHT, dtype=ACCUMULATOR)
     i = i32(cuda.threadIdx.x)
     while i < BLOCK_M * DEPTH:
-        # neighbouring threads have neighbours in memory
-        if X_ALONG_K:
-            row = i32(quotient(i, DEPTH))
-            q = i32(i - row * DEPTH)
-        else:
-            q = i32(quotient(i, BLOCK_M))
-            row = i32(i - q * BLOCK_M)
-        value = ACCUMULATOR(0)
-        if row0 + row < m and q < k:
-            value = LOAD_X(base + i64(row) * x.row + i64(q) * x.column)
-        PUT_ONE(i32(memory + (row * PITCH + q) * ACC_BYTES), value)
-        i = i32(i + THREADS)
+        for u in unrolled(BROUGHT):
+            row, q = row_of(i32(i + u * THREADS))
+            row = least(row, i32(m - row0 - 1))
+            held[u] = LOAD_X(base + i64(row) * x.row + i64(least(q, i32(k - 1))) * x.column)
+        for u in unrolled(BROUGHT):
+            row, q = row_of(i32(i + u * THREADS))
+            if i + u * THREADS < BLOCK_M * DEPTH:
+                value = held[u] if q < k else ACCUMULATOR(0)
+                PUT_ONE(i32(memory + (row * PITCH + q) * ACC_BYTES), value)
+        i = i32(i + BROUGHT * THREADS)
+
+
+def row_of(i):
+    """The row and the place in it of the i-th value: neighbours in memory have neighbours."""
+    if X_ALONG_K:
+        row = i32(quotient(i, DEPTH))
+        return row, i32(i - row * DEPTH)
+    q = i32(quotient(i, BLOCK_M))
+    return i32(i - q * BLOCK_M), q
 
 
 def multiply_row(value, factors, at):
@@ -184,12 +227,12 @@ def short_product(x: Array, y: Array, second: Second, ends: Ends, sums, m, n, k)
     place = i32(quotient(line, block_rows))
     row0 = i32((line - place * block_rows) * BLOCK_M)
 
-    bring_rows(x, memory, place, row0, m, k)
     factors = cuda.local.array(DEPTH * VALUES, dtype=ACCUMULATOR)
     load_factors(factors, y, place, column, n, k)
     if TWO_SUMS:
         factors1 = cuda.local.array(DEPTH * VALUES, dtype=ACCUMULATOR)
         load_factors(factors1, second.y, place, column, n, k)
+    bring_rows(x, memory, place, row0, m, k)
     offset = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     offset1 = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     added = cuda.local.array(VALUES * AHEAD, dtype=ACCUMULATOR)
@@ -242,6 +285,8 @@ ARGUMENTS = Schema(short_product, i32="m n k")
 def _kernel(p: Product, block: Block) -> Kernel:
     acc, size = p.accumulator, intrinsics.itemsize(p.accumulator)
     step = block.step(size)
+    rights = [y for y in (p.y, p.y1) if y is not None]
+    runs = not block.apart and all(y.in_wholes(p.n, block.values) for y in rights)
     bindings = bound(block, "depth values block_m")
     bindings |= finish_of(p, p.out.dtype, block.wide)
     bindings |= {
@@ -249,6 +294,7 @@ def _kernel(p: Product, block: Block) -> Kernel:
         "AHEAD": AHEAD,
         "STEP": step,
         "PITCH": block.pitch(size),
+        "BROUGHT": _brought(block, size),
         "ACC_BYTES": size,
         "BLOCK_N": block.columns,
         "COLUMN_THREADS": block.across,
@@ -260,8 +306,8 @@ def _kernel(p: Product, block: Block) -> Kernel:
         "ROW_STEP": block.groups,
         "BARRIER": block_barrier,
         "X_ALONG_K": abs(p.x.strides[2]) <= abs(p.x.strides[1]),
-        "Y_RUNS": not block.apart
-        and all(y.in_wholes(p.n, block.values) for y in (p.y, p.y1) if y is not None),
+        "Y_RUNS": runs,
+        "WIDTH": block.values if runs else 1,
         "LOAD_X": accesses.load(p.x.dtype, 1, acc),
         "LOAD_ONE": accesses.load(p.y.dtype, 1, acc),
         "LOAD_Y": passes.loads(p.y.dtype, block.wide, acc),
@@ -272,8 +318,16 @@ def _kernel(p: Product, block: Block) -> Kernel:
         ARGUMENTS,
         bindings,
         threads=THREADS,
+        blocks=block.resident,
         name=f"short K {p.epilogue.name} {p.out.dtype}",
     )
+
+
+def _brought(block: Block, size: int) -> int:
+    """Return how many values of X, of so many bytes each, a thread has on their way together."""
+    count = -(-block.block_m * block.depth // THREADS)
+    turns = -(-count // (BROUGHT_BYTES // size))
+    return -(-count // turns)
 
 
 def _has_its_order(product: Product) -> bool:
@@ -314,10 +368,9 @@ def _pays(product: Product, device: DeviceInfo) -> bool:
     return many and (p.k <= SHORT or p.n % (16 // p.y.itemsize) != 0)
 
 
-def block_of(product: Product, multiprocessors: int) -> Block:
-    """Return how a block's threads share its work: by whole accesses, where all arrays allow it."""
+def _accesses(product: Product, depth: int) -> list[tuple[int, bool]]:
+    """Return the columns that a thread can have, and whether they are apart, the most first."""
     p, size = product, intrinsics.itemsize(product.accumulator)
-    depth = next(x for x in DEPTHS if x >= p.k)
     values, factors = 16 // size, depth * (1 + p.has_two_sums) * size
     arrays = [p.out, p.pre, p.pre1]
     if p.extra is not None and p.extra.strides[2]:  # (else it is the same for all columns)
@@ -328,27 +381,33 @@ def block_of(product: Product, multiprocessors: int) -> Block:
         values //= 2
     if values == 1 and p.k > SHORT and 2 * factors <= FACTORS:
         # a value of X in shared memory serves two columns, where results are enough for that
-        block, count = _block(p, depth, 2, multiprocessors, apart=True)
-        if count >= BUSY * multiprocessors:
-            return block
-    return _block(p, depth, values, multiprocessors)[0]
+        return [(2, True), (1, False)]
+    return [(values, False)]
 
 
-def _block(
-    product: Product, depth: int, values: int, multiprocessors: int, apart: bool = False
-) -> tuple[Block, int]:
-    """Return the block of threads with so many columns each, and the number of blocks."""
-    p, wanted = product, -(-product.n // values)
-    threads = {across: -(-wanted // across) * across for across in SIDES}
-    across = next(x for x in SIDES if threads[x] <= IDLE * min(threads.values()))
-    columns = -(-wanted // across) * p.places
-    for rows in ROWS:
-        most = min(rows, BLOCK_ROWS * across // THREADS)
-        block = Block(depth, values, across, most, apart)
-        count = columns * -(-p.m // block.block_m)
-        if count >= BUSY * multiprocessors:
-            break
-    return block, count
+def _blocks(product: Product) -> Iterator[tuple[Block, int]]:
+    """Return the blocks that can make a product, those of the most work first, and their number.
+
+    Threads have whole accesses of columns, where all arrays allow it.
+    """
+    p, size = product, intrinsics.itemsize(product.accumulator) * (1 + product.has_two_sums)
+    depth = next(x for x in DEPTHS if x >= p.k)
+    for values, apart in _accesses(p, depth):
+        wanted = -(-p.n // values)
+        threads = {across: -(-wanted // across) * across for across in SIDES}
+        across = next(x for x in SIDES if threads[x] <= IDLE * min(threads.values()))
+        for rows in dict.fromkeys(min(x, BLOCK_ROWS * across // THREADS) for x in ROWS):
+            block = Block(depth, values, across, rows, apart)
+            if p.k > SHORT:
+                block = block.bounded(depth * values * size)
+            yield block, -(-wanted // across) * p.places * -(-p.m // block.block_m)
+
+
+def block_of(product: Product, multiprocessors: int) -> Block:
+    """Return how a block's threads share its work: the largest that keep a device busy."""
+    found = list(_blocks(product))
+    busy = (block for block, count in found if count >= BUSY * multiprocessors)
+    return next(busy, found[-1][0])
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
@@ -360,7 +419,12 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     if p.x.dtype != p.y.dtype or not _pays(p, device) or max(p.m, p.n) >= 1 << 30:
         return None
-    block = block_of(p, device.multiprocessors)
+    return _plan(p, block_of(p, device.multiprocessors))
+
+
+def _plan(product: Product, block: Block) -> Plan | None:
+    """Return the plan of a product by such blocks; None of more than a grid holds."""
+    p = product
     lines = -(-p.m // block.block_m) * p.places
     count = -(-p.n // block.columns) * lines
     if count >= 1 << 31:
@@ -379,4 +443,11 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     return Plan((launch,), block, block_m=block.block_m)
 
 
-SHORT_K = Tier("cores", take)
+def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
+    """Return the ways to run it: every block that a thread's share of the columns allows."""
+    if take(product, device) is not None:
+        for block, count in _blocks(product):
+            yield Way(str(block), count, functools.partial(_plan, product, block))
+
+
+SHORT_K = Tier("cores", take, ways)
