@@ -154,6 +154,8 @@ EVEN = 8
 #: through memory, in those of all.
 LAUNCH_COST, DOUBLE_LAUNCH, CORE_LAUNCH = 1_400_000, 800_000, 450_000
 PLANE_COST, CORE_PLANE = 50, 65
+#: Rounds of blocks behind which the last rows may be made apart.
+TAIL_ROUNDS = 5
 #: And a launch that runs beside the one before it: what its blocks wait for at their end. (A guess
 #: that no GPU has timed.)
 BESIDE_COST = 450_000
@@ -305,6 +307,33 @@ def block(
         together = in_parts(tiles, m, n, k, places, part, multiprocessors, beside)
         work, tile, *_ = min(together, key=itemgetter(0))
     return tile, part, parts, work
+
+
+@functools.lru_cache(maxsize=4096)
+def tail(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, multiprocessors: int,
+    beside: tuple[float, ...] = (),
+) -> tuple[float, CudaBlock, int, CudaBlock, int, int] | None:  # fmt: skip
+    """The cheapest way to make the last rows apart: their sums alone are in parts.
+
+    That is its work, the tile of the rows before these and their number, which fill rounds of
+    blocks, and the tile and (length, number) of the parts of the last ones. None where no rows fill
+    a round.
+    """
+    best: tuple[float, CudaBlock, int, CudaBlock, int, int] | None = None
+    for tile, more in zip(tiles, beside or (0.0,) * len(tiles), strict=True):
+        lines, columns = m // tile.block_m, -(-n // tile.block_n)
+        for each in range(1, TAIL_ROUNDS * tile.resident + 1):
+            rows = each * multiprocessors // columns * tile.block_m
+            if not 0 < rows < m or rows > lines * tile.block_m:
+                continue
+            first = cost(tile, rows, n, 1, k, 1, multiprocessors) + more + BESIDE_COST
+            if best is not None and first >= best[0]:
+                break
+            last = _cheapest(tiles, m - rows, n, k, 1, CUT_PART, multiprocessors, beside)
+            if best is None or first + last[0] < best[0]:
+                best = first + last[0], tile, rows, *last[1:]
+    return best
 
 
 def two_terms(

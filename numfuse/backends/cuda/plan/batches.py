@@ -80,7 +80,7 @@ def launch(
         plan = rec.choose(product)
         if plan is None:
             return None, -1
-        rows = -(-m // plan.block_m) if sums else 0
+        rows = (plan.sum_rows or -(-m // plan.block_m)) if sums else 0
         record = partial(rec.plan, plan)
     else:
         read = operands.get("pre"), operands["extra"], operands.get("out")

@@ -267,9 +267,17 @@ class Plan:
     block_m: int = 0
     #: Parts of K that are planes in memory.
     parts: int = 1
-    #: The length of a part, in the tier's own units; 0: K is one part. Two plans of a tier with the
-    #: same parts of the same length add up a sum in the same order.
+    #: The length of a part, in the tier's own units; 0: K is one part.
     part: int = 0
+    #: (first row, length of a part) of the last rows, where K of these alone is cut.
+    tail: tuple[int, int] | None = None
+    #: Rows of the column sums; 0: one for each `block_m` rows.
+    sum_rows: int = 0
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Return what tells the order of its sums: that of two plans with the same is the same."""
+        return self.parts, self.part, self.tail
 
 
 @dataclass(frozen=True)

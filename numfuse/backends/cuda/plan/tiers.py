@@ -116,6 +116,8 @@ def choose(
             if product.free:
                 return None
             # (each of its terms is cut as both of them fill the device)
+        elif alone[1].tail is not None:
+            return None
         elif not product.free and alone[1].parts > 1:
             if rich not in _IN_PARTS or not product.has_two_sums:
                 return None
@@ -180,7 +182,7 @@ def ways(product: Product, info: DeviceInfo, reorder: bool = False) -> list[tupl
             made = way.make()
             if made is None or _launched(made) == _launched(plan):
                 continue
-            same = (made.parts, made.part) == (plan.parts, plan.part) and not product.sums
+            same = made.order == plan.order and not product.sums
             if reorder or same:
                 found.append((f"{tier.name}: {way.name}", way, made))
     return found

@@ -4,6 +4,7 @@
 - `gemm`, `epilogue`: the kernel: its mainloop, and how a block ends
 - `members`: how a block ends whose rows are all members of points of a jet
 - `simt`, `tensor_core`: the engines, on CUDA cores and on tensor cores
+- `tails`: results whose last rows are made in parts of K
 - `copies`: which factors are copied before
 - `slices`, `registers`: how slices come to shared memory, and what a thread keeps in registers
 - `thin`, `thin_gemm`: products of few rows, and their kernel

@@ -28,7 +28,7 @@ from numfuse.backends.cuda.compile.intrinsics import F32, fused
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels import layouts
-from numfuse.backends.cuda.kernels.ampere import blocks, copies
+from numfuse.backends.cuda.kernels.ampere import blocks, copies, tails
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
 from numfuse.backends.cuda.kernels.ampere.slices import SIDE, Fetch
@@ -263,12 +263,13 @@ def plan(
     rest: tuple[CudaBlock, int] | None = None,
     clustered: bool = False,
     copy: tuple[bool, ...] | None = None,
+    turn: str = "",
 ) -> Plan | None:
     """How to run it with this tile; of the factors those are copied before that `copy` says.
 
     `rest` is another tile, and the column from which on it makes the result. The parts of K are
-    planes, or blocks of a cluster (`clustered`). Return None where two factors of one side cannot
-    come in the same way.
+    planes, or blocks of a cluster (`clustered`). `turn` is that of `tails.Planned`. Return None
+    where two factors of one side cannot come in the same way.
     """
     p = product
     before: list[Launch] = []
@@ -292,6 +293,8 @@ def plan(
             workspace += -(-size // 256) * 256
     p = replace(p, x=operands[0], y=operands[1], y1=operands[2] if len(operands) > 2 else p.y1)
     waits = "first" if overlaps and before else ""
+    if turn == "last" and overlaps:
+        waits = "last"
 
     def of(tile: CudaBlock, first: int, last: int, before: list[Launch], *when: Any) -> Plan | None:
         x = fetch(p.x, 1, tile.block_m, tile)
@@ -305,7 +308,7 @@ def plan(
         return blocks.plan(p, device, part, parts, engine(tile, x, own), "cores", *how)
 
     if rest is None:
-        return of(tile, 0, p.n, before, waits)
+        return of(tile, 0, p.n, before, waits, turn == "first" and runs_beside(device, wanted))
     other, first = rest
     beside = runs_beside(device, wanted)
     found = of(tile, 0, first, before, waits, beside)
@@ -354,12 +357,25 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     tile, part, parts, work = block_tiling.block(tiles, p.m, n, *where, p.whole, beside)
     if p.is_rich:
         return plan(p, device, tile, part, parts) if parts == 1 else None
+    tailed = tails.plan(p, device, tiles, beside, work, _of_tail(device))
+    if tailed is not None:
+        return tailed
     beyond = p.n % tiles[0].block_n
     if parts == 1 and 0 < beyond < p.n and p.members is None:
         two = _in_two(p, device, dict(zip(tiles, beside, strict=True)), work)
         if two is not None:
             return two
     return plan(p, device, tile, part, parts)
+
+
+def _of_tail(device: DeviceInfo) -> tails.Planned:
+    """Return what plans the first and the last rows of a product: these as their factors lie."""
+
+    def planned(product: Product, tile: CudaBlock, part: int, parts: int, turn: str) -> Plan | None:
+        copy = (False, False) if turn == "last" else None
+        return plan(product, device, tile, part, parts, copy=copy, turn=turn)
+
+    return planned
 
 
 def _in_two(

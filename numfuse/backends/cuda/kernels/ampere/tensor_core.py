@@ -32,7 +32,7 @@ from numfuse.backends.cuda.compile.engines import (
 from numfuse.backends.cuda.compile.intrinsics import F64, I32
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
-from numfuse.backends.cuda.kernels.ampere import blocks
+from numfuse.backends.cuda.kernels.ampere import blocks, tails
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
@@ -225,6 +225,8 @@ def plan(
     part: int,
     parts: int,
     clustered: bool = False,
+    waits: str = "",
+    releases: bool = False,
 ) -> Plan | None:
     """How to run it with this tile; the parts of K are planes, or blocks of a cluster.
 
@@ -255,7 +257,8 @@ def plan(
     if y is None:
         return None
     made = engine(p.x.dtype, tile, device.capability < (9, 0), x, y)
-    return blocks.plan(p, device, part, parts, made, "tensor cores", clustered=clustered)
+    how = functools.partial(blocks.plan, clustered=clustered, waits=waits, releases=releases)
+    return how(p, device, part, parts, made, "tensor cores")
 
 
 def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
@@ -316,15 +319,30 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     for first in range(min(3, len(tiles))):  # the largest want more than consumers' GPUs have
         fitting = tiles[first:]
-        tile, part, parts, _ = block_tiling.block(
+        tile, part, parts, work = block_tiling.block(
             fitting, p.m, n, p.k, p.places, p.free, device.multiprocessors, p.whole
         )
         if p.is_rich and parts > 1:
             return None
-        made = _fitting(plan(p, device, tile, part, parts), device)
+        made = tails.plan(p, device, fitting, (), work, _of_tail(device))
+        if made is None:
+            made = plan(p, device, tile, part, parts)
+        made = _fitting(made, device)
         if made is not None:
             return made
     return None
+
+
+def _of_tail(device: DeviceInfo) -> tails.Planned:
+    """Return what plans the first and the last rows of a product: both may run together."""
+
+    def planned(product: Product, tile: CudaBlock, part: int, parts: int, turn: str) -> Plan | None:
+        if device.capability < (9, 0):
+            turn = ""
+        waits = "last" if turn == "last" else ""
+        return plan(product, device, tile, part, parts, waits=waits, releases=turn == "first")
+
+    return planned
 
 
 def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
