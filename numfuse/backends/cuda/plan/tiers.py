@@ -31,10 +31,7 @@ _PRECISE = RESIDUES, WGMMA
 #: Rows above which two sums are made at once by blocks of cp.async: fewer have kernels of their own
 #: (`FEW_ROWS`, and float64's clusters), and K from which on: below it products have, too.
 _PAIR_ROWS, _PAIR_K = 64, 9
-#: Their tiles, and the times of two that are cut which two in one piece may take. (An H100 took
-#: 1145 us for 268 x 14668 x 1919 in float32, whose 270 blocks of two warps are two for each
-#: multiprocessor, and PyTorch 859; by the model 1.4 of two that are cut.)
-_PAIR_WHOLE = 1.1
+#: Their tiles.
 _PAIR_TILES = {"float32": block_tiling.CORE_BLOCKS, "float64": block_tiling.DOUBLE_BLOCKS}
 
 
@@ -62,9 +59,10 @@ def stay_whole(
 ) -> bool:
     """Return whether sums of which a tier makes two at once are in one piece, alone as well.
 
-    Two at once fill twice the blocks. Where even these leave a device idle, each is cut as it is by
-    itself, on Hopper in 16 bits in a launch of its own. (On an H100 333 x 1000 -> 777 in float32
-    took 69 us in one piece and 66 in two launches.)
+    Two at once fill twice the blocks. Where even these leave a device idle, or parts of both save
+    much by the model, each is cut as it is by itself, on Hopper in 16 bits in a launch of its own.
+    (An H100 took 1145 us for 268 x 14668 x 1919 in float32 in one piece, and 899 in five; an H200
+    81 us for 300 x 2000 -> 1001 in float64, PyTorch 68.)
     """
     if not takes_pairs(dtype, info, precision):
         return False
@@ -76,11 +74,10 @@ def stay_whole(
         if -(-m // height) * -(-2 * n // width) * places < info.multiprocessors:
             return False
         where = k, places, False, info.multiprocessors
-        whole, apart = (
-            block_tiling.block(tiles, m, 2 * n, *where, True),
-            block_tiling.block(tiles, m, n, *where),
-        )
-        return whole[3] <= _PAIR_WHOLE * 2 * apart[3]
+        *_, whole = block_tiling.block(tiles, m, 2 * n, *where, True)
+        _, part, parts, _ = block_tiling.block(tiles, m, n, *where)
+        cut = block_tiling.in_parts(tiles, m, 2 * n, k, places, part, info.multiprocessors)
+        return parts == 1 or block_tiling.CUT_GAIN * whole <= min(x[0] for x in cut)
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)
     sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors
     return hopper_cut(*sizes, 0, PLAIN, nbytes) is None
