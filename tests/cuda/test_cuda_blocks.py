@@ -587,7 +587,8 @@ def test_a_short_sum_ends_in_any_epilogue(dtype, busy, m, n, k, options, monkeyp
     """Guards: by columns of a thread that are neighbours, or far apart where blocks are enough."""
     monkeypatch.setattr(outer, "ODD", dict.fromkeys(outer.ODD, 40))
     monkeypatch.setattr(outer, "LEAST", 1)
-    monkeypatch.setattr(outer, "BUSY", busy / 1000)
+    for name in ("BUSY", "BUSY_APART"):
+        monkeypatch.setattr(outer, name, busy / 1000)
     seen = []
 
     def taken(product, info, parts):

@@ -193,6 +193,35 @@ def test_parts_of_a_sum_are_stored_as_planes(tile):
         assert (abs(made[i] - x @ y) <= 132 * 2.0**-24 * (abs(x) @ abs(y))).all()
 
 
+@pytest.mark.parametrize(
+    "tile",
+    [HopperTile(128, 32, 2, False, True), HopperTile(64, 96, 1, False, True),
+     pytest.param(HopperTile(128, 192, 2, False, True), marks=pytest.mark.long),
+     pytest.param(HopperTile(64, 160, 1, False, True), marks=pytest.mark.long)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_left_factor_of_a_weight_gradient_lies_along_its_rows(tile, parts):
+    m, k, n = tile.block_n + 8, 200, tile.block_m + 40
+    rng = np.random.default_rng(m)
+    a, w = matrix(rng, k, m), matrix(rng, k, n)
+    out = matrix(None, m, n, pitch=n + 8)
+    planes = np.full(parts * m * n, np.nan, np.float32)
+    product = Product(m, n, k, 1, operand(a, True), operand(w), operand(out), "float32", free=True)
+    run(product, tile, {"x": a, "y": w, "out": out}, parts, planes)
+    x, y = a.T.astype(float), w.astype(float)
+    if parts == 1:
+        exact, bound = x @ y, (k + 4) * 2.0**-24 * (abs(x) @ abs(y))
+        error = abs(out[:, :n].astype(float) - exact)
+        assert (error <= 2.0**-8 * abs(exact) + bound).all()
+        assert np.isnan(out[:, n:].astype(float)).all()
+    for i in range(parts if parts > 1 else 0):
+        own = slice(128 * i, 128 * i + 128)
+        made = planes.reshape(parts, m, n)[i]
+        bound = 132 * 2.0**-24 * (abs(x[:, own]) @ abs(y[own]))
+        assert (abs(made - x[:, own] @ y[own]) <= bound).all()
+
+
 def test_what_does_not_go_by_boxes_is_not_made_on_its_side():
     def lies(m=257, n=640, k=512, kind="bfloat16", **others):
         lengths = {"x": k, "y": n, "out": n}
@@ -203,7 +232,8 @@ def test_what_does_not_go_by_boxes_is_not_made_on_its_side():
     line = Operand("bfloat16", (0, 1, 0), 16)
     assert lies() == lies(m=65) == lies(y=Operand("bfloat16", (0, 1, 512), 16)) == "all"
     assert lies(m=64) == lies(m=1025) == lies(m=256) == ""  # the last fills upright blocks
-    assert lies(x=Operand("bfloat16", (0, 1, 264), 16)) == ""  # along M
+    along_m = Operand("bfloat16", (0, 1, 264), 16)
+    assert lies(x=along_m) == "all" and lies(m=100, x=along_m) == ""  # in whole boxes of rows
     assert lies(y=Operand("bfloat16", (0, 641, 1), 16)) == ""  # would be copied
     assert lies(out=Operand("bfloat16", (0, 641, 1), 16)) == "parts"
     extra = Epilogue("slope", ("z",), ("extra",), (("out", Z * leaf("extra")),))
@@ -212,6 +242,7 @@ def test_what_does_not_go_by_boxes_is_not_made_on_its_side():
                                           Lies(sideways="parts"), 1) if t.sideways]  # fmt: skip
     assert found == []  # of so few slices there are no parts
     assert sideways_tiles(64) == sideways_tiles(1025) == sideways_tiles(128) == []
+    assert {t.block_n for t in sideways_tiles(576, 32)} == {96, 192}
 
 
 def test_few_rows_of_a_short_k_are_made_on_their_side():

@@ -67,15 +67,16 @@ SIDES, IDLE = (128, 64, 32, 16), 1.1
 AHEAD = 4
 #: Bytes of X that are on their way to a thread's registers together.
 BROUGHT_BYTES = 48
-#: Blocks that keep a multiprocessor busy. (An H200 took 9.0 us for 32641 x 20 x 31 in float32 with
-#: 510 blocks of 16 rows a thread, and 9.7 with 1,020 of 8; 14.0 for 5000 x 12 x 1001 with 628, 14.8
-#: with 1,252.)
-BUSY = 3.5
-#: Blocks that have registers on a multiprocessor, at the most, where K is more than `SHORT`: what
-#: is loaded before the arithmetic would take so many that fewer have. (23232 x 15 x 161 in bfloat16
-#: 15.4 us, and 19.8 without the limit.) Registers that a thread has beside Y's, and those of a
-#: multiprocessor's threads.
-RESIDENT, OWN, REGISTERS = 6, 40, 1 << 16
+#: Blocks that keep a multiprocessor busy, and of threads whose columns are apart. (An H200 took 9.0
+#: us for 32641 x 20 x 31 in float32 with 510 blocks of 16 rows of one column a thread, 9.7 with
+#: 1,020 of 8, and 10.7 with 511 of 8 rows of two columns; 15.4 for 23232 x 15 x 161 in bfloat16
+#: with 1,089 of 16 rows, and 15.9 with 545 of 32.)
+BUSY, BUSY_APART = 3.8, 4.3
+#: Blocks that have registers on a multiprocessor, at the most, where K is more than `SHORT` and
+#: blocks are more than `FREE`: what is loaded before the arithmetic would take so many that fewer
+#: have. (23232 x 15 x 161 in bfloat16 15.4 us, and 19.8 without the limit.) Registers that a thread
+#: has beside Y's, and those of a multiprocessor's threads.
+RESIDENT, FREE, OWN, REGISTERS = 6, 4, 40, 1 << 16
 #: Registers that a thread has for Y, in bytes.
 FACTORS = 384
 
@@ -385,8 +386,10 @@ def _accesses(product: Product, depth: int) -> list[tuple[int, bool]]:
     return [(values, False)]
 
 
-def _blocks(product: Product) -> Iterator[tuple[Block, int]]:
-    """Return the blocks that can make a product, those of the most work first, and their number.
+def _blocks(product: Product, multiprocessors: int) -> Iterator[tuple[Block, float]]:
+    """Return the blocks that can make a product, the largest first, and their number.
+
+    That is how many there are for each multiprocessor.
 
     Threads have whole accesses of columns, where all arrays allow it.
     """
@@ -398,15 +401,16 @@ def _blocks(product: Product) -> Iterator[tuple[Block, int]]:
         across = next(x for x in SIDES if threads[x] <= IDLE * min(threads.values()))
         for rows in dict.fromkeys(min(x, BLOCK_ROWS * across // THREADS) for x in ROWS):
             block = Block(depth, values, across, rows, apart)
-            if p.k > SHORT:
+            count = -(-wanted // across) * p.places * -(-p.m // block.block_m) / multiprocessors
+            if p.k > SHORT and count > FREE:
                 block = block.bounded(depth * values * size)
-            yield block, -(-wanted // across) * p.places * -(-p.m // block.block_m)
+            yield block, count
 
 
 def block_of(product: Product, multiprocessors: int) -> Block:
     """Return how a block's threads share its work: the largest that keep a device busy."""
-    found = list(_blocks(product))
-    busy = (block for block, count in found if count >= BUSY * multiprocessors)
+    found = list(_blocks(product, multiprocessors))
+    busy = (block for block, each in found if each >= (BUSY_APART if block.apart else BUSY))
     return next(busy, found[-1][0])
 
 
@@ -446,7 +450,7 @@ def _plan(product: Product, block: Block) -> Plan | None:
 def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:
     """Return the ways to run it: every block that a thread's share of the columns allows."""
     if take(product, device) is not None:
-        for block, count in _blocks(product):
+        for block, count in _blocks(product, device.multiprocessors):
             yield Way(str(block), count, functools.partial(_plan, product, block))
 
 

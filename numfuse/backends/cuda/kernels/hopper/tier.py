@@ -152,16 +152,16 @@ def _lies(product: Product, kind: str, low: bool = False) -> Lies:
 
     _, deep, own = product.y.strides
     across, sideways = abs(own) < abs(deep), _on_its_side(product, kind, low)
-    return Lies(across, lines(product.x), lines(product.y), sideways)
+    return Lies(across, lines(product.x), lines(product.y), sideways, _step(product))
 
 
 def _on_its_side(product: Product, kind: str, low: bool) -> str:
     """Return which blocks may lie on their side, as `Lies` has it.
 
-    Those of one sum in 16 bits, whose factors come as they lie, X along K, and whose results and
-    operand are moved in boxes; planes of a sum in parts are not.
+    Those of one sum in 16 bits, whose factors come as they lie, and whose results and operand are
+    moved in boxes; planes of a sum in parts are not.
     """
-    p, tiles = product, sideways_tiles(product.m)
+    p, tiles = product, sideways_tiles(product.m, _step(product))
     if not tiles or kind not in HALF or (p.m <= LOW_ROWS and not low):
         return ""
     if p.has_two_sums or p.bias1 is not None or p.pre1 is not None or p.woven:
@@ -169,6 +169,12 @@ def _on_its_side(product: Product, kind: str, low: bool) -> str:
     if _factors(p, kind, tiles[0], tiles[0].block_n) is None:
         return ""
     return "parts" if _ways_sideways(p, p.out, tiles[0]) is None else "all"
+
+
+def _step(product: Product) -> int:
+    """Return of what the rows of a block on its side are a multiple: those of a box of X are 32."""
+    _, row, column = product.x.strides
+    return 8 if abs(column) < abs(row) else 32
 
 
 def _stored_by_rows(product: Product, kind: str) -> bool:
@@ -278,11 +284,13 @@ def _factors(
 def _factors_sideways(product: Product, kind: str, tile: HopperTile) -> dict[str, Factor] | None:
     """Return the same for blocks on their side, where factors change places.
 
-    They are taken as they lie alone, and the instruction's Y along K alone.
+    They are taken as they lie alone, and the instruction's Y along K, or in whole boxes.
     """
     upright = replace(tile, sideways=False)
     found = _factors(_turned(product), kind, upright, tile.block_n)
-    if found is None or any(f.launches for f in found.values()) or found["y"].turned:
+    if found is None or any(f.launches for f in found.values()):
+        return None
+    if found["y"].turned and tile.block_n % 32:
         return None
     names = {"x": "y", "y": "x", "x1": "y1", "y1": "x1"}
     return {name: replace(f, slot=Slot(names[name])) for name, f in found.items()}

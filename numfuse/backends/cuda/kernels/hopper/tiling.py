@@ -62,6 +62,8 @@ class Lies(NamedTuple):
     y_lines: int = 1
     #: Whether a block may lie on its side: no (""), of a part of K alone ("parts"), or any ("all").
     sideways: str = ""
+    #: Of what its rows are a multiple then.
+    step: int = 8
 
 
 PLAIN = Lies()
@@ -224,14 +226,14 @@ def too_low(m: int, n: int, slices: int, places: int, multiprocessors: int) -> b
     return m <= LOW_ROWS and slices <= LOW_SLICES and blocks >= LOW_ROUNDS * multiprocessors
 
 
-def sideways_tiles(m: int) -> list[HopperTile]:
+def sideways_tiles(m: int, step: int = 8) -> list[HopperTile]:
     """Return the blocks on their side that so many rows fill as well as 64 of upright ones.
 
-    (Of 64 or 128 rows upright ones are as good: 1024 x 3200 x 8192 takes both 76 us.) Up to
-    LOW_ROWS they are for a product of which `too_low` holds.
+    Their rows are a multiple of `step`. (Of 64 or 128 rows upright ones are as good: 1024 x 3200 x
+    8192 takes both 76 us.) Up to LOW_ROWS they are for a product of which `too_low` holds.
     """
     least, most = SIDEWAYS_ROWS
-    if m <= LOW_ROWS:
+    if m <= LOW_ROWS and step == 8:
         return [HopperTile(128, max(8, -(-m // 8) * 8), 2, False, True)]
     if not least <= m <= most:
         return []
@@ -240,8 +242,10 @@ def sideways_tiles(m: int) -> list[HopperTile]:
     for count in range(-(-m // SIDEWAYS_MOST), -(-m // 64) + 1):
         rows = -(-m // count)
         # (of more than 128 a block is stored in two halves of whole eights)
-        rows = -(-rows // 8) * 8 if rows <= 128 else -(-rows // 16) * 16
-        if rows > 64 and rows % 64 and -(-m // rows) * rows <= upright:
+        even = step if rows <= 128 else max(step, 16)
+        rows = -(-rows // even) * even
+        apart = rows % 64 or (step > 8 and rows > 128)
+        if rows > 64 and apart and -(-m // rows) * rows <= upright:
             found[rows] = None
     return [HopperTile(64 * c, rows, c, False, True) for rows in found for c in (2, 1)]
 
@@ -328,7 +332,7 @@ def ways(
         if columns % unit == 0 and (columns <= line or columns % line == 0):
             tiles.append(tile)
     if lies.sideways and sums == 1:
-        tiles += sideways_tiles(m)
+        tiles += sideways_tiles(m, lies.step)
     most = max(1, slices // HOPPER_PART) if free else 1
     for tile in tiles:
         for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
