@@ -313,6 +313,14 @@ class Planes:
         steps = p.m * pitch, p.places * p.m * pitch, pitch
         return cls(p, _bare(p, pitch), Slot("work"), parts, steps)
 
+    def release(self, info: DeviceInfo) -> bool:
+        """Return whether the launch that makes planes lets the one behind begin when it does.
+
+        That one waits for all planes; its start is no part of the time then. (On an H200 some
+        microsecond.)
+        """
+        return self.parts > 1 and info.capability >= (9, 0)
+
     def plan(
         self,
         launches: tuple[Launch, ...],
@@ -325,8 +333,8 @@ class Planes:
         """Return the plan of these launches, and of those that make the result of the planes.
 
         `tile` and `block_m` are those of a product that is not cut, `workspace` are the bytes that
-        `launches` use. `overlaps`: the planes are padded, and the launch behind may begin before
-        the one before it has ended.
+        `launches` use. `overlaps`: the planes are padded, so that any result is joined by a launch
+        that may begin before the one before it has ended.
         """
         if self.parts == 1:
             return Plan(launches, tile, workspace, block_m)
@@ -338,17 +346,18 @@ class Planes:
     def _joined(self, info: DeviceInfo, overlaps: bool) -> tuple[tuple[Launch, ...], int]:
         """Return the launches that make the result of the planes, and the end of the workspace."""
         p, acc, itemsize = self.product, self.product.accumulator, self.stored.out.itemsize
+        early = self.release(info)
         last = self.second or self.slot
         end = last.offset + p.places * self.parts * self.stored.out.strides[0] * itemsize
         graphs = p.epilogue.graphs
         if p.sums or p.has_two_sums or len(graphs) > 1 or graphs[0] is not leaf("z"):
-            how = self.slot, self.parts, self.steps, overlaps, self.second
+            how = self.slot, self.parts, self.steps, early, self.second
             return (finished(p, info, *how),), end
         lengths = p.places, self.parts, p.m, p.n
         # (older devices round to bfloat16 by integers, value by value)
         wide = info.capability >= (8, 0) and p.places <= joins.MOST_ALONG_Y
         if overlaps or (wide and p.out.in_wholes(p.n, 16 // itemsize)):
-            made = joins.rows(info, acc, self.slot, p.out, lengths, self.steps, overlaps)
+            made = joins.rows(info, acc, self.slot, p.out, lengths, self.steps, early)
             return (made,), end
         stage = Slot("work", -(-end // 256) * 256)
         launches, staged = joins.joins(info, acc, self.slot, p.out, lengths, stage)

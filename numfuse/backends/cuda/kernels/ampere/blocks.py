@@ -253,7 +253,7 @@ def plan(
     p = planes.stored
     long = chain < min(part, p.k)
     block = _block(p, device, engine, p.out, cluster, long)
-    block = replace(block, waits=waits, releases=releases)
+    block = replace(block, waits=waits, releases=releases or planes.release(device))
     schema = ARGUMENTS if p.members is None else members.ARGUMENTS
     if p.members is None:
         ends = finishing(p, p.out, planes.slot, in_bytes, planes.second)

@@ -193,7 +193,7 @@ def _put_part(thin: Thin) -> Any:
     return intrinsic_of("put_part", thin.key, "ar", emit)
 
 
-def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
+def _kernel(thin: Thin, product: Product, cut: bool, releases: bool) -> Kernel:
     size = thin.size
     threads = 32 * few_tiling.THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
@@ -238,6 +238,7 @@ def _kernel(thin: Thin, product: Product, cut: bool) -> Kernel:
         "ADD": add(sums),
         "RUN": tiling.RUN,
         "CUT": cut,
+        "RELEASES": releases,
         "PUT_PART": _put_part(thin),
         **finish_of(product, product.out.dtype),
     }
@@ -285,7 +286,8 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
         **finishing(p, p.out, planes.slot, in_bytes),
     )
     grid = (-(-p.n // COLUMNS), p.places * parts, 1)
-    launch = Launch(_kernel(made, p, parts > 1), grid, arguments, stages * made.slice_bytes)
+    kernel = _kernel(made, p, parts > 1, planes.release(device))
+    launch = Launch(kernel, grid, arguments, stages * made.slice_bytes)
     found = planes.plan((launch,), device, made, p.m)
     return replace(found, part=part if parts > 1 else 0)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from numfuse.backends.cuda.compile.accesses import fetch16, fetch_commit
+from numfuse.backends.cuda.compile.engines import grid_release
 from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, most, shared_address
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
@@ -59,6 +60,8 @@ def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts):
         y.address += k0 * y.row
         k = i32(least(i32(k - k0), part))
     slices = i32((k + (DEPTH - 1)) // DEPTH)
+    if RELEASES:
+        grid_release()
 
     # What this thread copies of a slice: every REACH-th line, the same 16 bytes of it. Lines are
     # values of K where Y's columns are neighbours, else columns.

@@ -129,6 +129,7 @@ def _kernel(
     contiguous: bool,
     cut: bool,
     early: bool,
+    releases: bool,
 ) -> Kernel:
     p, b, acc = product, block, product.accumulator
     loads = b.spots * b.pieces
@@ -161,6 +162,7 @@ def _kernel(
         "CUT": cut,
         # values of lines are on their way, in registers, while the few vectors are brought
         "EARLY": early,
+        "RELEASES": releases,
         "RUN": min(tiling.RUN, b.lines),
         "LOAD_SIDE": accesses.load(side.dtype, 1, acc),
         "LOAD_LONG": passes.loads(b.dtype, b.width, acc),
@@ -205,7 +207,8 @@ def plan(product: Product, device: DeviceInfo, parts: int = 1) -> Plan | None:
     contiguous = block.along and long.depth == 1
     # where blocks are so few that each has registers enough, and waits for memory alone
     early = grid[0] * grid[1] <= EARLY * device.multiprocessors
-    kernel = _kernel(block, p, side, columns, contiguous, parts > 1, early)
+    how = parts > 1, early, planes.release(device)
+    kernel = _kernel(block, p, side, columns, contiguous, *how)
     launch = Launch(kernel, grid, arguments, block.shared_bytes(p.sums))
     found = planes.plan((launch,), device, block, block.lines if columns else p.m)
     return replace(found, part=part if parts > 1 else 0)

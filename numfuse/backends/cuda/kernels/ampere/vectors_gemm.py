@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda.compile.accesses import prefetch
+from numfuse.backends.cuda.compile.engines import grid_release
 from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, shared_address
 from numfuse.backends.cuda.compile.schema import Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
@@ -149,6 +150,8 @@ def vector_product(
         side.address += k0 * side.depth
         long.address += k0 * long.depth
         k = i32(least(i32(k - k0), part))
+    if RELEASES:
+        grid_release()
     first = i32(cuda.blockIdx.x * LINES)
     share, group = i32(t & (SHARERS - 1)), i32(t >> SHARE_BITS)
     if not ALONG:
