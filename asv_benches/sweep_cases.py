@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 import numfuse as nf
@@ -187,6 +190,35 @@ def exact_product(x: Any, y: Any, wide: bool) -> Any:
     for i, j in reversed(pairs):  # the small ones first
         total = total + left[i] @ right[j]
     return total
+
+
+def _long_gelu(x: Any) -> tuple[Any, Any]:
+    c = np.sqrt(2 / np.arccos(np.longdouble(-1)))
+    u, slope = c * (x + x**3 * 44715 / 1000000), c * (1 + 3 * x * x * 44715 / 1000000)
+    cosh = np.cosh(np.clip(u, -5000, 5000))
+    return x * (1 + np.tanh(u)) / 2, (1 + np.tanh(u)) / 2 + x * slope / (2 * cosh * cosh)
+
+
+def _long_silu(x: Any) -> tuple[Any, Any]:
+    s = 1 / (1 + np.exp(-x))
+    return x * s, s * (1 + x / (1 + np.exp(x)))
+
+
+def _long_softplus(x: Any) -> tuple[Any, Any]:
+    return np.log1p(np.exp(-abs(x))) + np.maximum(x, 0), 1 / (1 + np.exp(-x))
+
+
+#: {name: its values and slopes at extended precision}, of those that a float64 case asks for:
+#: PyTorch's own functions would have their roundings called exact.
+LONG = {"gelu": _long_gelu, "silu": _long_silu, "softplus": _long_softplus}
+#: Elements of a result up to which they are asked.
+LONG_MOST = 1 << 20
+
+
+def extended(name: str, x: Any, slope: bool) -> Any:
+    """Return an activation, or its slope, of float64 numbers, rounded once."""
+    made = LONG[name](x.cpu().numpy().astype(np.longdouble))[slope]
+    return torch.from_numpy(made.astype(np.float64)).to(x.device)
 
 
 # --- contestants ----------------------------------------------------------------------------------
@@ -383,11 +415,20 @@ class Layers:
 
     def exact(self) -> tuple[Any, ...]:
         """Return the results from float64, products of float64 from twice its digits."""
-        wide = self.case.dtype == "f64"
+        wide, name = self.case.dtype == "f64", self.case.activation
 
         def multiply(x: Any, y: Any) -> Any:
             return exact_product(x, y, wide)
 
+        if wide and name in LONG and self.a[..., 0].numel() * self.case.n <= LONG_MOST:
+            exact = copy.copy(self)
+            exact.act = functools.partial(extended, name, slope=False)
+            exact.slope = lambda g, x: g * extended(name, x, slope=True)
+            return exact._exact(multiply)
+        return self._exact(multiply)
+
+    def _exact(self, multiply: Callable[[Any, Any], Any]) -> tuple[Any, ...]:
+        """Return the results by products of float64 numbers as they are given."""
         a, weights = self.a.double(), [x.double() for x in self.weights]
         biases = [None if x is None else x.double() for x in self.biases]
         if not self.backward:
