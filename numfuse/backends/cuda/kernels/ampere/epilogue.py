@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda.compile.accesses import prefetch
-from numfuse.backends.cuda.compile.intrinsics import quotient
+from numfuse.backends.cuda.compile.intrinsics import least, quotient
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
@@ -119,35 +119,40 @@ def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Positi
         # a block of a cluster finishes its share of the rows: TAKE adds up what all blocks have
         r = i32(r0 + here.rank * (ROWS * ROW_STEP))
         while r < PASS_ROWS:
-            if EXTRA:
+            # (rows that no result has would take as long, where a formula is a long one)
+            least_row = i32(row0 + PASS_ROW(r, turn))
+            for u in unrolled(1, ROWS):
+                least_row = i32(least(least_row, row0 + PASS_ROW(i32(r + u * ROW_STEP), turn)))
+            if least_row < m:
+                if EXTRA:
+                    for u in unrolled(ROWS):
+                        row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
+                        load_row(added, u * VALUES, ends.extra, row, column, m, n)
                 for u in unrolled(ROWS):
                     row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
-                    load_row(added, u * VALUES, ends.extra, row, column, m, n)
-            for u in unrolled(ROWS):
-                row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
-                take_row = i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH)
-                if WOVEN:
-                    take_both(value, value1, take_row, c)
-                else:
-                    take_sums(value, take_row, c)
-                if TWO_SUMS and not WOVEN:
-                    take_sums(value1, i32(take_row + (ACC_BYTES << GAP_BITS)), c)
-                finish_row(
-                    value,
-                    value1,
-                    offset,
-                    offset1,
-                    added,
-                    u * VALUES,
-                    result,
-                    summed,
-                    ends,
-                    second,
-                    row,
-                    column,
-                    m,
-                    n,
-                )
+                    take_row = i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH)
+                    if WOVEN:
+                        take_both(value, value1, take_row, c)
+                    else:
+                        take_sums(value, take_row, c)
+                    if TWO_SUMS and not WOVEN:
+                        take_sums(value1, i32(take_row + (ACC_BYTES << GAP_BITS)), c)
+                    finish_row(
+                        value,
+                        value1,
+                        offset,
+                        offset1,
+                        added,
+                        u * VALUES,
+                        result,
+                        summed,
+                        ends,
+                        second,
+                        row,
+                        column,
+                        m,
+                        n,
+                    )
             r = i32(r + CLUSTER * (ROWS * ROW_STEP))
         turn = i32(turn + 1)
 
