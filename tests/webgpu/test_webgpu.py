@@ -360,6 +360,11 @@ def test_a_tile_keeps_the_limits_of_its_device(storage, invocations, itemsize, f
             assert factors * tile.mr * tile.nr * itemsize <= 512
             assert tile.block_k % 4 == tile.mr % 4 == tile.nr % 4 == 0
             found.add(tile)
+            # of a group without sums over rows or columns an invocation has fewer sums
+            how = itemsize, storage, invocations, False, 0, factors, True
+            bare = tiling.tile(m, n, *how)
+            assert tiling._workgroup_bytes(bare, bare.block_k, itemsize, factors) <= storage
+            assert bare.block_m <= (tiling.GROUP_ROWS if factors > 1 else tile.block_m)
     assert len(found) > 1 or itemsize * factors > 16  # small results get small tiles
 
 

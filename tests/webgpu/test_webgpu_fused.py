@@ -435,7 +435,7 @@ def test_every_tile_serves_a_group_of_products(device, monkeypatch, tile, factor
     storage = device.limits["max-compute-workgroup-storage-size"]
     if tiling._workgroup_bytes(made, made.block_k, 4, factors) > storage:
         pytest.skip(f"{device.name} has {storage} bytes of workgroup memory")
-    monkeypatch.setattr(tiling, "tile", lambda *how: tiling.divided(tile, how[-1]))
+    monkeypatch.setattr(tiling, "tile", lambda *how: tiling.divided(tile, how[-2]))
     r = Arrays()
     m, n = made.block_m + 4, made.block_n + 8
     for sizes in ((m, n, 300), (m - 1, n - 1, 35)):

@@ -80,6 +80,13 @@ TILES = (
     WebGpuTile(32, 64, 16, 8, 8, k_first=True),
     WebGpuTile(32, 32, 16, 4, 4, k_first=True),
 )
+#: Rows of the largest tile whose halves are those of two products over one left factor, where no
+#: sums over rows or columns are made. A gated layer beside two products and a gate on an H200, by
+#: halves of 128 x 128 (128 sums an invocation), of 64 x 64 (64 sums), and by 128 x 32 with 8 x 4
+#: each: 4096 x 256 -> 704 1.11, 1.46, 1.49; 8192 x 64 -> 1024 1.29, 1.46, 1.48; 2048 x 1024 ->
+#: 2816 1.25, 1.28, 1.13; 20000 x 96 -> 320 1.52, 1.64, 1.68. (64 x 32 with 4 x 8 sums, slices of 8
+#: and 64 x 64 with 8 x 8 each: less.)
+GROUP_ROWS = 64
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
 #: Blocks that keep a large device busy: two on each of 132 multiprocessors.
@@ -101,18 +108,20 @@ JOINED = 64
 
 def tile(
     m: int, n: int, itemsize: int, storage: int, invocations: int, cpu: bool, depth: int = 0,
-    factors: int = 1,
+    factors: int = 1, bare: bool = False,
 ) -> WebGpuTile:  # fmt: skip
     """The largest tile that the device holds and of which the result has enough.
 
     Where its sums over `depth` may be cut, each part of one counts. It is that of each product of a
     group with so many right `factors`, where it is the part of the tile of one: sums over rows have
-    the same order.
+    the same order. Where there are none (`bare`), it is a smaller one.
     """
     if cpu:
         return CPU_TILE
     parts = max(1, depth // PART)
     fitting = _fitting(itemsize, storage, invocations, factors)
+    if bare and factors > 1:
+        fitting = [x for x in fitting if x[0].block_m <= GROUP_ROWS]
     for whole, tile in fitting:
         # (which parts a sum has that may be cut follows from its tile, and so do its bits)
         if (depth or _filled(whole, m, n)) and whole.blocks(m, n) * parts >= BLOCKS // 2:

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 
 def tile_of(
-    device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0, factors: int = 1
-) -> WebGpuTile:
+    device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0, factors: int = 1,
+    bare: bool = False,
+) -> WebGpuTile:  # fmt: skip
     """Return the tile of an M x N result on this device, of which sums over `depth` may be cut.
 
-    It is that of each product of a group with so many right `factors`.
+    It is that of each product of a group with so many right `factors`; `bare`: no sums over its
+    rows or columns are made.
     """
-    return tiling.tile(m, n, accumulator.itemsize, *_held(device), depth, factors)
+    return tiling.tile(m, n, accumulator.itemsize, *_held(device), depth, factors, bare)
 
 
 def _held(device: Device) -> tuple[int, int, bool]:
