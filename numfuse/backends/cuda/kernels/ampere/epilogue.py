@@ -120,10 +120,10 @@ def finish(total, memory, ends: Ends, second: Second, summed, m, n, here: Positi
         r = i32(r0 + here.rank * (ROWS * ROW_STEP))
         while r < PASS_ROWS:
             # (rows that no result has would take as long, where a formula is a long one)
-            least_row = i32(row0 + PASS_ROW(r, turn))
+            nearest = i32(row0 + PASS_ROW(r, turn))
             for u in unrolled(1, ROWS):
-                least_row = i32(least(least_row, row0 + PASS_ROW(i32(r + u * ROW_STEP), turn)))
-            if least_row < m:
+                nearest = i32(least(nearest, row0 + PASS_ROW(i32(r + u * ROW_STEP), turn)))
+            if nearest < m:
                 if EXTRA:
                     for u in unrolled(ROWS):
                         row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))

@@ -387,11 +387,10 @@ def _accesses(product: Product, depth: int) -> list[tuple[int, bool]]:
 
 
 def _blocks(product: Product, multiprocessors: int) -> Iterator[tuple[Block, float]]:
-    """Return the blocks that can make a product, the largest first, and their number.
+    """Return the blocks that can make a product, the largest first, and how many there are.
 
-    That is how many there are for each multiprocessor.
-
-    Threads have whole accesses of columns, where all arrays allow it.
+    They are counted for each multiprocessor. Threads have whole accesses of columns, where all
+    arrays allow it.
     """
     p, size = product, intrinsics.itemsize(product.accumulator) * (1 + product.has_two_sums)
     depth = next(x for x in DEPTHS if x >= p.k)
