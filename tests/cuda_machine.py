@@ -72,7 +72,9 @@ def plain(x: Any) -> str:
         return x.text
     if isinstance(x.type, ir.VectorType):
         return f"[{', '.join(['None'] * x.type.count)}]"
-    return f"({x.constant!r})"
+    # (one that is kept for all kernels may have been made of NumPy's number)
+    constant = x.constant.item() if isinstance(x.constant, np.generic) else x.constant
+    return f"({constant!r})"
 
 
 def signed(value: int, bits: int) -> int:
