@@ -289,6 +289,8 @@ class Planes:
     steps: tuple[int, int, int] = (0, 0, 0)
     #: Where those of a second sum are.
     second: Slot | None = None
+    #: Whether their rows are whole 16 bytes, so that any result is joined by rows.
+    is_padded: bool = False
 
     @classmethod
     def of(cls, product: Product, parts: int, workspace: int = 0) -> Planes:
@@ -311,7 +313,7 @@ class Planes:
             return cls(p, p, Slot("out"), parts)
         pitch = tiling.round_up(p.n, 16 // intrinsics.itemsize(p.accumulator))
         steps = p.m * pitch, p.places * p.m * pitch, pitch
-        return cls(p, _bare(p, pitch), Slot("work"), parts, steps)
+        return cls(p, _bare(p, pitch), Slot("work"), parts, steps, is_padded=True)
 
     def release(self, info: DeviceInfo) -> bool:
         """Return whether the launch that makes planes lets the one behind begin when it does.
@@ -328,22 +330,20 @@ class Planes:
         tile: Any,
         block_m: int,
         workspace: int = 0,
-        overlaps: bool = False,
     ) -> Plan:
         """Return the plan of these launches, and of those that make the result of the planes.
 
         `tile` and `block_m` are those of a product that is not cut, `workspace` are the bytes that
-        `launches` use. `overlaps`: the planes are padded, so that any result is joined by a launch
-        that may begin before the one before it has ended.
+        `launches` use.
         """
         if self.parts == 1:
             return Plan(launches, tile, workspace, block_m)
-        joined, end = self._joined(info, overlaps)
+        joined, end = self._joined(info)
         shown = f"{tile}, K in {self.parts} parts"
         workspace = max(workspace, end)
         return Plan((*launches, *joined), shown, workspace, tiling.RUN, self.parts)
 
-    def _joined(self, info: DeviceInfo, overlaps: bool) -> tuple[tuple[Launch, ...], int]:
+    def _joined(self, info: DeviceInfo) -> tuple[tuple[Launch, ...], int]:
         """Return the launches that make the result of the planes, and the end of the workspace."""
         p, acc, itemsize = self.product, self.product.accumulator, self.stored.out.itemsize
         early = self.release(info)
@@ -356,7 +356,7 @@ class Planes:
         lengths = p.places, self.parts, p.m, p.n
         # (older devices round to bfloat16 by integers, value by value)
         wide = info.capability >= (8, 0) and p.places <= joins.MOST_ALONG_Y
-        if overlaps or (wide and p.out.in_wholes(p.n, 16 // itemsize)):
+        if self.is_padded or (wide and p.out.in_wholes(p.n, 16 // itemsize)):
             made = joins.rows(info, acc, self.slot, p.out, lengths, self.steps, early)
             return (made,), end
         stage = Slot("work", -(-end // 256) * 256)

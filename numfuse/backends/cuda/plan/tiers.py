@@ -74,10 +74,12 @@ def stay_whole(
         if -(-m // height) * -(-2 * n // width) * places < info.multiprocessors:
             return False
         where = k, places, False, info.multiprocessors
-        *_, whole = block_tiling.block(tiles, m, 2 * n, *where, True)
         _, part, parts, _ = block_tiling.block(tiles, m, n, *where)
+        if parts == 1:
+            return True
+        *_, whole = block_tiling.block(tiles, m, 2 * n, *where, True)
         cut = block_tiling.in_parts(tiles, m, 2 * n, k, places, part, info.multiprocessors)
-        return parts == 1 or block_tiling.CUT_GAIN * whole <= min(x[0] for x in cut)
+        return block_tiling.CUT_GAIN * whole <= min(x[0] for x in cut)
     nbytes = 2 * places * (m * k + 2 * k * n + m * n)
     sizes = m, 2 * n, -(-k // 64), places, info.multiprocessors
     return hopper_cut(*sizes, 0, PLAIN, nbytes) is None

@@ -268,8 +268,8 @@ def plan(
     """How to run it with this tile; of the factors those are copied before that `copy` says.
 
     `rest` is another tile, and the column from which on it makes the result. The parts of K are
-    planes, or blocks of a cluster (`clustered`). `turn` is that of `tails.Planned`. Return None
-    where two factors of one side cannot come in the same way.
+    planes, or blocks of a cluster (`clustered`). `turn` is that of `tails.plan`: the last rows'
+    factors come as they lie. Return None where two factors of one side cannot come in the same way.
     """
     p = product
     before: list[Launch] = []
@@ -280,7 +280,7 @@ def plan(
     # on Hopper each of the launches is ready when the one before it ends
     overlaps = device.capability >= (9, 0)
     wanted = copied(p, device, tile) if copy is None else copy
-    if p.x1 is not None:  # two left factors come in the same way
+    if p.x1 is not None or turn == "last":  # (two left factors come in the same way)
         wanted = False, False
     for number, (own, shape) in enumerate(shapes):
         if wanted[min(number, 1)] and layouts.fits(shape, p.places, own):
@@ -357,7 +357,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     tile, part, parts, work = block_tiling.block(tiles, p.m, n, *where, p.whole, beside)
     if p.is_rich:
         return plan(p, device, tile, part, parts) if parts == 1 else None
-    tailed = tails.plan(p, device, tiles, beside, work, _of_tail(device))
+    tailed = tails.plan(p, device, tiles, beside, work, plan)
     if tailed is not None:
         return tailed
     beyond = p.n % tiles[0].block_n
@@ -366,16 +366,6 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         if two is not None:
             return two
     return plan(p, device, tile, part, parts)
-
-
-def _of_tail(device: DeviceInfo) -> tails.Planned:
-    """Return what plans the first and the last rows of a product: these as their factors lie."""
-
-    def planned(product: Product, tile: CudaBlock, part: int, parts: int, turn: str) -> Plan | None:
-        copy = (False, False) if turn == "last" else None
-        return plan(product, device, tile, part, parts, copy=copy, turn=turn)
-
-    return planned
 
 
 def _in_two(

@@ -14,11 +14,6 @@ from numfuse.backends.cuda.block_tiling import CudaBlock
 from numfuse.backends.cuda.compile.intrinsics import itemsize
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
 
-#: Makes a plan of a product, a tile, and (length, number) of the parts of its sum, that begins
-#: beside the launch before it and waits for it ("last"), or lets the one behind it begin beside it
-#: ("first"), or neither ("").
-Planned = Callable[[Product, CudaBlock, int, int, str], Plan | None]
-
 
 def plan(
     product: Product,
@@ -26,12 +21,14 @@ def plan(
     tiles: tuple[CudaBlock, ...],
     beside: tuple[float, ...],
     work: float,
-    planned: Planned,
+    planned: Callable[..., Plan | None],
 ) -> Plan | None:
     """Return a plan with launches of their own for the last rows, if that is much less work.
 
-    `beside` is what each tile costs beside its work. Of a batch, and where the order of the sum is
-    that of another product, there is none.
+    `beside` is what each tile costs beside its work, `planned` the `plan` of an engine, whose
+    `turn` says that its launch lets the one behind it begin beside it ("first"), or begins so and
+    waits for the one before it ("last"). Of a batch, and where the order of the sum is that of
+    another product, there is none.
     """
     p = product
     if p.free or p.whole or p.places > 1 or p.is_rich or p.members is not None:
@@ -40,8 +37,8 @@ def plan(
     if found is None or found[0] > block_tiling.CUT_GAIN * work:
         return None
     _, tile, rows, other, part, parts = found
-    first = planned(replace(p, m=rows), tile, p.k, 1, "first")
-    last = planned(replace(p, m=p.m - rows), other, part, parts, "last")
+    first = planned(replace(p, m=rows), device, tile, p.k, 1, turn="first")
+    last = planned(replace(p, m=p.m - rows), device, other, part, parts, turn="last")
     if first is None or last is None:
         return None
     sums = -(-rows // first.block_m)

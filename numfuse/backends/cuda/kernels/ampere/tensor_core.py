@@ -225,12 +225,12 @@ def plan(
     part: int,
     parts: int,
     clustered: bool = False,
-    waits: str = "",
-    releases: bool = False,
+    turn: str = "",
 ) -> Plan | None:
     """How to run it with this tile; the parts of K are planes, or blocks of a cluster.
 
-    Return None where two factors of one side cannot come in the same way.
+    `turn` is that of `tails.plan`. Return None where two factors of one side cannot come in the
+    same way.
     """
     p = product
     found = []
@@ -257,8 +257,13 @@ def plan(
     if y is None:
         return None
     made = engine(p.x.dtype, tile, device.capability < (9, 0), x, y)
-    how = functools.partial(blocks.plan, clustered=clustered, waits=waits, releases=releases)
-    return how(p, device, part, parts, made, "tensor cores")
+    beside = turn if device.capability >= (9, 0) else ""
+    return blocks.plan(
+        *(p, device, part, parts, made, "tensor cores"),
+        clustered=clustered,
+        waits="last" if beside == "last" else "",
+        releases=beside == "first",
+    )
 
 
 def _tiles(product: Product, device: DeviceInfo) -> tuple[CudaBlock, ...]:
@@ -324,25 +329,13 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         )
         if p.is_rich and parts > 1:
             return None
-        made = tails.plan(p, device, fitting, (), work, _of_tail(device))
+        made = tails.plan(p, device, fitting, (), work, plan)
         if made is None:
             made = plan(p, device, tile, part, parts)
         made = _fitting(made, device)
         if made is not None:
             return made
     return None
-
-
-def _of_tail(device: DeviceInfo) -> tails.Planned:
-    """Return what plans the first and the last rows of a product: both may run together."""
-
-    def planned(product: Product, tile: CudaBlock, part: int, parts: int, turn: str) -> Plan | None:
-        if device.capability < (9, 0):
-            turn = ""
-        waits = "last" if turn == "last" else ""
-        return plan(product, device, tile, part, parts, waits=waits, releases=turn == "first")
-
-    return planned
 
 
 def ways(product: Product, device: DeviceInfo) -> Iterator[Way]:

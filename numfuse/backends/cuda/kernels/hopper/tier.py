@@ -250,7 +250,7 @@ def plan_with(
     launches = (*(made for f in found.values() for made in f.launches), launch)
     shown = f"{tile}, {gemm.stages} stages"
     rows = tile.block_n if tile.sideways else 64 * tile.halves
-    made = planes.plan(launches, device, shown, rows, overlaps=True)
+    made = planes.plan(launches, device, shown, rows)
     return replace(made, part=part_slices if parts > 1 else 0)
 
 
