@@ -33,8 +33,8 @@ def tile_of(
 ) -> WebGpuTile:  # fmt: skip
     """Return the tile of an M x N result on this device, of which sums over `depth` may be cut.
 
-    It is that of each product of a group with so many right `factors`; `bare`: no sums over its
-    rows or columns are made.
+    It is that of each product of a group with so many right `factors`; `bare`: K is short, and
+    no sums over its rows or columns are made.
     """
     return tiling.tile(m, n, accumulator.itemsize, *_held(device), depth, factors, bare)
 
