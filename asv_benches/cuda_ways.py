@@ -4,6 +4,7 @@
     python asv_benches/cuda_ways.py --only small --rounds 15
     python asv_benches/cuda_ways.py --check                the results alone
     python asv_benches/cuda_ways.py --products f32:577x1600x1664:T:slope f64:4*196x1664x2816
+    python asv_benches/cuda_ways.py --products bf16:333x1000x777:gated
 
 Of each product all ways of all tiers are run (`tiers.ways`). Results are compared with float64
 within a bound for each element, and ways that add up in the same order with each other bit by bit.
@@ -39,7 +40,10 @@ MOST = 12
 
 @dataclass(frozen=True)
 class Work:
-    """One product: a layer (M, K, N) of a batch, or d_b of one, or its slope with column sums."""
+    """One product: a layer (M, K, N) of a batch, d_b of one, its slope with column sums; or gated.
+
+    A gated layer ("gated") is two sums over one left factor.
+    """
 
     group: str
     dtype: str
@@ -118,6 +122,7 @@ class Layer:
         else:
             self.b = normal(*lead, work.k, work.n)
         self.bias = normal(work.n)
+        self.up = normal(*self.b.mT.shape).mT if work.turned else normal(*self.b.shape)
 
     def numfuse(self) -> Any:
         """Return the result of one product, or of the slope's with its column sums."""
@@ -126,6 +131,8 @@ class Layer:
         if self.work.what == "slope":
             given = self.grad, self.a, self.b, self.bias, "relu"
             return nf.matmul_bias_activation_bwd(*given, needs=("bias",)).d_bias
+        if self.work.what == "gated":
+            return nf.matmul_activation_mul(self.a, self.b, self.up, activation="relu")
         return nf.matmul_bias_activation(self.a, self.b, self.bias, "relu")
 
     def torch(self) -> dict[str, Callable[[], Any]]:
@@ -136,6 +143,14 @@ class Layer:
         if self.work.what == "slope":
             return {"eager": lambda: torch.ops.aten.threshold_backward(
                 grad, a @ b + bias, 0).reshape(-1, b.shape[-1]).sum(0)}  # fmt: skip
+        if self.work.what == "gated":
+            both = torch.cat((b, self.up), -1)
+
+            def wide() -> Any:
+                gate, up = (a @ both).chunk(2, -1)
+                return torch.relu(gate) * up
+
+            return {"two": lambda: torch.relu(a @ b) * (a @ self.up), "wide": wide}
         found = {"matmul, add, relu": lambda: torch.relu(a @ b + bias)}
         if a.ndim == 2:
             found["addmm, relu"] = lambda: torch.relu(torch.addmm(bias, a, b))
@@ -148,6 +163,13 @@ class Layer:
         """Return the largest error beside its bound; 1 or less is right."""
         a, b, bias, grad = (x.double() for x in (self.a, self.b, self.bias, self.grad))
         unit, stored = UNITS[self.work.dtype]
+        if self.work.what == "gated":
+            sums, more = a @ b, a @ self.up.double()
+            sizes = a.abs() @ b.abs(), a.abs() @ self.up.double().abs()
+            exact, off = torch.relu(sums) * more, 2 * (a.shape[-1] + 4) * unit
+            bound = off * (sizes[0] * more.abs() + sums.abs() * sizes[1])
+            bound += off * off * sizes[0] * sizes[1] + 2 * stored * exact.abs() + 1e-300
+            return float(((result.double() - exact).abs() / bound).max())
         if self.work.what == "d_b":
             exact, size, terms = a.mT @ grad, a.mT.abs() @ grad.abs(), self.work.m
         else:

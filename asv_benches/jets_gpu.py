@@ -8,6 +8,9 @@
     python asv_benches/jets_gpu.py --tiles 128,8,256,1 128,8,128,2,16,3 --only float32 128
                                                          the second's weights come in slices of
                                                          16 values of K, through 3 stages
+    python asv_benches/jets_gpu.py --tiles bf16x6 bf16x6:128,8,256,1,32,2/128,8,256,1,32,2
+                                                         by mma.sync, and by warp groups with these
+                                                         tiles of a forward and of a backward
 
 Wall times, host included, of a whole gradient with operands on the device; contestants take turns
 in one process, figures are medians, results are compared with float64. Burgers' residual is
@@ -25,6 +28,7 @@ u_t + u u_x - nu u_xx; the other rows are the Laplacian of a network of 50 input
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import time
@@ -409,9 +413,16 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
     ways: dict[str, Run] = {}
     forwards: dict[str, Run] = {}
     kept = network_tiling.TILES[dtype], network_tiling.FORWARDS.get(dtype, ())
+    grouped = network_tiling.GROUPED
     for word in ("layers", *words):
         cuda_whole.ENABLED = word != "layers"
-        if cuda_whole.ENABLED:
+        split = word.startswith("bf16x6")
+        if split:
+            pair = [tile for tile in word.partition(":")[2].split("/") if tile]
+            pair = [network_tiling.NetworkTile(*map(int, tile.split(","))) for tile in pair]
+            # (without a tile a network goes by mma.sync)
+            network_tiling.GROUPED = {False: tuple(pair[:1]), True: tuple(pair[1:])}
+        elif cuda_whole.ENABLED:
             there, _, back = word.rpartition("/")
             made = tuple(map(int, back.split(",")))
             if made[0] < max(sizes[1:-1]) or made[0] > max(sizes[1:-1]) + 64:
@@ -421,17 +432,21 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
             network_tiling.FORWARDS[dtype] = tuple(first)
         networks.sizes_of.cache_clear()
         forget(device(0))
-        run = ours(points_on, ws, bs, SECOND, burgers_fused)
+        run: Run = ours(points_on, ws, bs, SECOND, burgers_fused)
+        ahead: Run = functools.partial(nf.mlp_jet, *jet, keep=True, **how)
+        if split:
+            run, ahead = in_parts(run), in_parts(ahead)
         try:
             run()
             if cuda_whole.ENABLED and "network" not in nf.last_call().kernel:
                 print(f"  {name}, {word}: it does not fit, and went by layers", flush=True)
                 continue
             ways[word] = graphed(run)
-            forwards[f"{word} forward"] = graphed(lambda: nf.mlp_jet(*jet, keep=True, **how))
+            forwards[f"{word} forward"] = graphed(ahead)
         except Exception as error:
             print(f"  {name}, {word}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     network_tiling.TILES[dtype], network_tiling.FORWARDS[dtype] = kept
+    network_tiling.GROUPED = grouped
     exact = flat(ways["layers"]())
     for way, run in ways.items():
         error = np.abs(flat(run()) - exact).max() / np.abs(exact).max()

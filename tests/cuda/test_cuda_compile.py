@@ -252,7 +252,7 @@ def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER, precisi
     made = []
     recorder = SimpleNamespace(
         device=SimpleNamespace(info=info), constant=lambda x: 4096, fresh=view,
-        launches=lambda launches, at, work=0: made.extend(launches), precision=precision,
+        launches=lambda launches, at, work=0, **_: made.extend(launches), precision=precision,
     )  # fmt: skip
     every = (ACT[activation],) * (len(widths) - 2) + (ACT["none"],)
     form = np.eye(2), np.ones((1, 2)), bytes([1, 0]), 1
@@ -662,12 +662,24 @@ CASES = [
              network("float32", (2, *[width] * layers, 1), backward, saved, info=info,
                      precision=precision), info, (f"mma.sync.aligned.{kind}",))
         for width, layers, backward, saved, precision, kind, info in (
-            (128, 5, True, True, "bf16x6", "m16n8k16.row.col.f32.bf16", HOPPER),
-            (128, 5, True, False, "bf16x6", "m16n8k16.row.col.f32.bf16", HOPPER),
-            (64, 4, True, False, "bf16x6", "m16n8k16.row.col.f32.bf16", HOPPER),
             (64, 4, True, False, "bf16x6", "m16n8k16.row.col.f32.bf16", AMPERE),
             (96, 3, True, True, "bf16x6", "m16n8k16.row.col.f32.bf16", HOPPER),
             (64, 4, True, False, "tf32", "m16n8k8.row.col.f32.tf32", HOPPER),
+        )
+    ],
+    Case("network's weights in parts",
+         network("float32", (2, 64, 64, 64, 1), True, precision="bf16x6")[:1], HOPPER,
+         ("griddepcontrol.launch_dependents", "cvt.rn.bf16x2.f32")),
+    *[
+        Case(f"network {width} bf16x6, {'backward' if backward else 'forward'}, {saved:d}, warp "
+             f"groups",
+             network("float32", (2, *[width] * layers, 1), backward, saved, jet,
+                     precision="bf16x6")[1:], HOPPER,
+             (f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16", "cp.async.cg",
+              "griddepcontrol.wait"))
+        for width, layers, backward, saved, jet in (
+            (128, 5, False, False, True), (128, 5, True, True, True), (128, 5, True, False, True),
+            (64, 4, False, False, True), (64, 4, True, True, True), (64, 4, True, False, False),
         )
     ],
     *[

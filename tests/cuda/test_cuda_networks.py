@@ -122,9 +122,30 @@ MANY += [(F32, (1, 77, 201, 140, 1))]
 @pytest.mark.parametrize(("dtype", "widths"), MANY)
 def test_networks_of_many_columns_run_in_one_kernel(dtype, widths, points, turned):
     """Guards: the tiles of a GPU alone; bits are the same again, and a point's alone."""
-    case = Case(widths, points, seconds=1, dtype=dtype)
+    _is_as_layers(Case(widths, points, seconds=1, dtype=dtype), turned)
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no tensor cores")
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("points", [5, 50003])
+@pytest.mark.parametrize("seconds", [1, 0])
+@pytest.mark.parametrize(
+    ("widths", "batch"),
+    [
+        ((2, 64, 64, 64, 1), ()), ((3, 50, 64, 33, 2), ()), ((2, 128, 128, 128, 1), ()),
+        ((1, 101, 113, 72, 3), ()), ((2, 64, 64, 1), (3,)), ((2, 128, 128, 1), (2,)),
+    ],
+)  # fmt: skip
+def test_networks_in_parts_run_in_one_kernel(widths, batch, seconds, points, turned):
+    """Guards: products of bfloat16 parts by warps and by warp groups, on a GPU that has them."""
+    with nf.use_backend("cuda", precision="bf16x6"):
+        _is_as_layers(Case(widths, points, seconds=seconds, dtype=F32, batch=batch), turned)
+        assert nf.last_call().kernel.endswith("bf16x6")
+
+
+def _is_as_layers(case, turned):
     if turned:
-        case.weights = [np.ascontiguousarray(w.T).T for w in case.weights]
+        case.weights = [np.ascontiguousarray(w.mT).mT for w in case.weights]
     grads, again, saved = case.check()
     for other in (saved, case.backward(True, grads)):
         for x, y in zip(again, other, strict=True):

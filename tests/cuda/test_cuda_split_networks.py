@@ -1,8 +1,9 @@
 """Networks in float32 that one kernel runs on tensor cores, run by `cuda_machine`.
 
 Guards: "bf16x6" adds up all six products of parts and keeps the error of docs/numerics.md, for any
-widths, members and numbers of points; an infinity is what it is in float32; "tf32" rounds factors
-and nothing else. Numba's simulator runs IEEE's text of these products, so none of it is seen there.
+widths, members and numbers of points, by warps and by warp groups, in blocks that take several
+tiles; an infinity is what it is in float32; "tf32" rounds factors and nothing else. Numba's
+simulator runs IEEE's text of these products, so none of it is seen there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ try:
     from cuda_devices import ADA, AMPERE, HOPPER, TURING
     from cuda_machine import Machine
 
+    from numfuse.backends.cuda import network_tiling
+    from numfuse.backends.cuda.network_tiling import NetworkTile
     from numfuse.backends.cuda.plan.networks import network, on_tensor_cores, sizes_of
     from numfuse.backends.cuda.plan.program import View
 except ImportError as error:
@@ -94,7 +97,7 @@ def rows_of(function, d, s):
 class Case:
     """A network, its arrays, and what its kernels make of them on a device of a few processors."""
 
-    def __init__(self, widths, points, d=0, s=0, precision="bf16x6", info=HOPPER):
+    def __init__(self, widths, points, d=0, s=0, precision="bf16x6", info=HOPPER, processors=2):
         rng = np.random.default_rng([points, *widths])
         self.widths, self.points, self.counts, self.precision = widths, points, (d, s), precision
 
@@ -107,7 +110,7 @@ class Case:
         self.biases = [normal(n) for n in widths[1:]]
         leads = (), (d,), (s,)
         self.grads = [normal(*lead, points, widths[-1]) for lead in leads]
-        self.info = replace(info, multiprocessors=2)
+        self.info = replace(info, multiprocessors=processors)
 
     @property
     def members(self):
@@ -117,8 +120,11 @@ class Case:
         s = sizes_of(self.info, "float32", self.widths, *self.counts, backward)
         return on_tensor_cores(s, self.info, self.precision, backward)
 
-    def run(self, backward, function=tanh):
-        """The results by name; those of a forward have the hidden layers' sums, too."""
+    def run(self, backward, function=tanh, kept=None):
+        """The results by name; those of a forward have the hidden layers' sums, too.
+
+        `kept` are such sums, which a backward takes.
+        """
         d, s = self.counts
         arrays = {"points": self.x}
         arrays |= {f"weights_{i}": w for i, w in enumerate(self.weights)}
@@ -126,6 +132,7 @@ class Case:
         made = self._results(backward)
         if backward:
             arrays |= zip(("grad", "grad_dot", "grad_ddot"), self.grads, strict=True)
+            arrays |= {} if kept is None else {"kept": kept}
         arrays |= made
         names, launches = [], []
 
@@ -148,17 +155,28 @@ class Case:
 
         recorder = SimpleNamespace(
             device=SimpleNamespace(info=self.info), fresh=fresh, constant=constant,
-            launches=lambda found, at, work=0: launches.append((found, at)),
+            launches=lambda found, at, work=0, **_: launches.append((found, at)),
             precision=self.precision,
         )  # fmt: skip
         every = (*[nf.activations()["tanh"]] * (len(self.widths) - 2), nf.activations()["none"])
         table = np.ones((s, d), F32) if s else None
-        form = self.units, table, bytes([1] * (d * s)), s, True, backward, not backward, False
+        form = (
+            self.units,
+            table,
+            bytes([1] * (d * s)),
+            s,
+            True,
+            backward,
+            not backward,
+            kept is not None,
+        )
         problem = NetworkProblem(every, self.widths, self.points, self.x.dtype, *form, arrays, ())
         network(recorder, problem, bind)
-        self.kernel = launches[0][0][0].kernel.name
+        self.kernels = [launch.kernel.name for found, _ in launches for launch in found]
         work = np.full(1 << 16, 255, np.uint8)
-        machine = Machine([*arrays.values(), work], **rows_of(function, d, s))
+        machine = Machine(
+            [*arrays.values(), work], WINDOW=lambda array: 0, **rows_of(function, d, s)
+        )
         for found, at in launches:
             places = {slot: arrays[names[b]].ctypes.data + o for slot, (b, o) in at.items()}
             for launch in found:
@@ -198,8 +216,12 @@ class Case:
         the norm is the sum of those of the products, twice (value and gradient) and some more for
         derivatives, of which each member multiplies two more factors.
         """
-        made, back = self.run(False), self.gradients(self.run(True)["flat"])
-        assert f"{self.precision}" in self.kernel and "network" in self.kernel
+        made = self.run(False)
+        flat = self.run(True)["flat"]
+        back = self.gradients(flat)
+        assert any("backward" in name and self.precision in name for name in self.kernels)
+        grouped = self.sizes(True).tile.grouped
+        assert grouped == any(name.startswith("network weights") for name in self.kernels)
         wide = [self.x, self.weights, self.biases]
         wide = [[y.astype(float) for y in z] if type(z) is list else z.astype(float) for z in wide]
         d, s = self.counts
@@ -225,7 +247,41 @@ class Case:
     [((2, 32, 32, 1), 37, 0, 0), ((3, 20, 31, 7, 3), 11, 2, 1), ((2, 64, 50, 1), 9, 1, 0)],
 )
 def test_any_networks(widths, points, d, s, precision):
-    Case(widths, points, d, s, precision).check()
+    Case(widths, points, d, s, precision, AMPERE).check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("widths", "points", "d", "s"),
+    [
+        ((2, 128, 128, 1), 33, 2, 1),  # (a second tile)
+        ((2, 110, 100, 1), 13, 2, 0),  # (three members: rows of a thread are no whole eights)
+        ((3, 64, 50, 64, 3), 137, 0, 0),
+        ((2, 64, 64, 64, 2), 41, 1, 1),
+    ],
+)
+def test_any_networks_by_warp_groups(widths, points, d, s):
+    case = Case(widths, points, d, s, processors=1)
+    assert case.sizes(False).tile.grouped and case.sizes(True).tile.grouped
+    assert points == 13 or points > case.sizes(True).resident * case.sizes(True).points
+    case.check()
+
+
+@pytest.mark.long
+def test_kept_sums_change_no_bit():
+    case = Case((2, 64, 50, 64, 1), 37, 2, 1, processors=1)
+    kept = case.run(False)["kept"].copy()
+    again, saved = (case.run(True, kept=y)["flat"] for y in (None, kept))
+    assert np.array_equal(again, saved, equal_nan=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [2, 3])
+def test_slices_of_16_by_warp_groups(stages, monkeypatch):
+    """Guards: a slice that threads do not copy in whole rounds, and rings of any stages."""
+    tile = NetworkTile(64, 4, 256, 1, 16, stages)
+    monkeypatch.setattr(network_tiling, "GROUPED", {False: (tile,), True: (tile,)})
+    Case((2, 64, 64, 1), 40, 2, 1, processors=1).check()
 
 
 @pytest.mark.long
@@ -242,13 +298,15 @@ def parted(rng, shape):
 
 
 @pytest.mark.long
-def test_no_product_of_parts_is_missing():
+@pytest.mark.parametrize("width", [32, 64])
+def test_no_product_of_parts_is_missing(width):
     """All terms of a sum have one sign, and so have the smallest of the six products.
 
     Without one of these, 2^-17 of a sum at least is missing. Of sums of 32 values the bound is
-    2^-19.4.
+    2^-19.4, of 64 2^-19.
     """
-    case, rng = Case((1, 32, 32, 1), 16), np.random.default_rng(0)
+    case, rng = Case((1, width, width, 1), 16), np.random.default_rng(0)
+    assert case.sizes(True).tile.grouped == (width == 64)
     case.x[:], case.biases = 1, [None] * 3
     for w in case.weights:
         w[...] = parted(rng, w.shape)
@@ -257,7 +315,7 @@ def test_no_product_of_parts_is_missing():
     made = case.run(True, same)
     d_weights = case.gradients(made["flat"])[1]
     one, two, three = (w.astype(float) for w in case.weights)
-    error = hidden_error(32, "bf16x6")
+    error = hidden_error(width, "bf16x6")
     assert error < 2.0**-18
     ones = np.ones((16, 1))
     for got, exact in (
@@ -265,17 +323,18 @@ def test_no_product_of_parts_is_missing():
         (d_weights, (ones @ one).T @ (ones @ three.T)),
     ):
         assert (np.abs(got - exact) <= error * exact).all()
-    # (its two last sums are IEEE's, of 32 terms each, and the last but one has three factors)
+    # (its two last sums are IEEE's, in chains of 32 terms, and the last but one has three factors)
     exact = ones @ three.T @ two.T @ one.T
     bound = error + 2 * 32 * 2.0**-24
-    assert bound < 2.0**-17.2
+    assert bound < 2.0**-17
     assert (np.abs(made["d_points"] - exact) <= bound * exact).all()
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_an_infinity_stays_one_in_its_own_row():
-    case = Case((1, 32, 32, 1), 5)
+def test_an_infinity_stays_one_in_its_own_row(width):
+    case = Case((1, width, width, 1), 5)
     case.weights[0][:], case.biases = 0, [None] * 3
     case.weights[0][0, 3] = 1
     case.weights[1][3], case.weights[1][3, ::2], case.weights[1][3, 7] = 0.3, -1, 0

@@ -52,6 +52,23 @@ FORWARDS: dict[str, tuple[NetworkTile, ...]] = {
 #: whole: a thread has two sums for each result, for which the 128 registers of two blocks of 256
 #: threads are too few.
 SPLIT = {64: NetworkTile(64, 8, 128, 2)}
+#: The same by warp groups, on Hopper (`kernels.network_parts`), of a forward and of a backward:
+#: weights come as images of their parts, in slices of 16 or 32. The best ones first, as in `TILES`.
+GROUPED: dict[bool, tuple[NetworkTile, ...]] = {
+    False: (
+        NetworkTile(64, 4, 128, 4, 32, 2),
+        NetworkTile(64, 4, 128, 3, 32, 2),
+        NetworkTile(128, 8, 128, 2, 32, 2),
+        NetworkTile(128, 8, 128, 2, 16, 2),
+    ),
+    True: (
+        # (an H200, 20,000 points of 4 x 64: 0.245 ms, three blocks 0.250)
+        NetworkTile(64, 4, 128, 2, 32, 2),
+        NetworkTile(128, 8, 256, 1, 32, 2),
+        NetworkTile(128, 8, 256, 1, 16, 3),
+        NetworkTile(128, 8, 256, 1, 16, 2),
+    ),
+}
 #: The same before 9.0: with eight columns a thread of the second backward spills (100 bytes).
 OLDER: dict[str, tuple[NetworkTile, ...]] = {
     "float32": (

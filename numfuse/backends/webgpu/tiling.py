@@ -81,13 +81,13 @@ TILES = (
     WebGpuTile(32, 32, 16, 4, 4, k_first=True),
 )
 #: Rows of the largest tile whose halves are those of two products over one left factor, where no
-#: sums over rows or columns are made, and values of K up to which. A gated layer beside two
-#: products and a gate on an H200, by halves of 128 x 128 (128 sums an invocation), of 64 x 64 (64
-#: sums), and by 128 x 32 with 8 x 4 each: 4096 x 256 -> 704 1.11, 1.46, 1.49; 8192 x 64 -> 1024
-#: 1.29, 1.46, 1.48; 20000 x 96 -> 320 1.52, 1.64, 1.68. (64 x 64 with 4 x 8 or 8 x 8 sums each, and
-#: slices of 8: less.) 2048 x 1024 -> 2816 had 1.25, 1.28 and 1.13, but the second at a seventh of
-#: the clock, where memory is no limit: of 2048 cubed 64 x 64 has 0.86 of the speed of 128 x 128.
-GROUP_ROWS, GROUP_K = 64, 256
+#: sums over rows or columns are made. A gated layer beside two products and a gate on an H200, by
+#: halves of 128 x 128 (128 sums an invocation), of 64 x 64 (64 sums), and by 128 x 32 with 8 x 4
+#: each: 4096 x 256 -> 704 1.11, 1.47, 1.49; 8192 x 64 -> 1024 1.29, 1.46, 1.48; 20000 x 96 -> 320
+#: 1.52, 1.64, 1.68. (64 x 64 with 4 x 8 or 8 x 8 sums each, and slices of 8: less.) Of a longer K
+#: the first two, two runs by turns at one clock: 4096 x 512 -> 1408 1.25 and 1.32, 2048 x 1024 ->
+#: 2816 1.25 and 1.30; 128 x 32 had 1.13.
+GROUP_ROWS = 64
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
 #: Blocks that keep a large device busy: two on each of 132 multiprocessors.
@@ -115,7 +115,7 @@ def tile(
 
     Where its sums over `depth` may be cut, each part of one counts. It is that of each product of a
     group with so many right `factors`, where it is the part of the tile of one: sums over rows have
-    the same order. Where there are none, and K is short (`bare`), it is a smaller one.
+    the same order. Where there are none (`bare`), it is a smaller one.
     """
     if cpu:
         return CPU_TILE

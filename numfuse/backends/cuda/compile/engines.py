@@ -401,6 +401,64 @@ def group_products(
     return intrinsic_of("group_products", text, "anana", body)
 
 
+@dataclass(frozen=True)
+class PartProduct:
+    """One wgmma.mma_async.m64nNk16 of `group_parts`: the first of its sums, its X and its Y."""
+
+    sums: int
+    #: The first of four words, or bytes behind X's descriptor.
+    x: int
+    #: Bytes behind Y's descriptor.
+    y: int
+
+
+def group_parts(
+    columns: int,
+    count: int,
+    products: Sequence[PartProduct],
+    left: tuple[bool, int] | None,
+    right: tuple[bool, int],
+    waits: bool = True,
+) -> Any:
+    """``multiply(sums, x, y)``: products of bfloat16 are added to `count` sums.
+
+    They are waited for, or (`waits` False) no sum may be touched before `multiply_wait`. A factor
+    is whether K is not its contiguous axis, and the upper word of its descriptors; `left` None: x
+    is an array of words, fragments as those of mma.m16n8k16. Else x, like y, is the lower word of
+    the descriptor (9.7.15.5).
+    """
+    words = max(p.x for p in products) + 4 if left is None else 1
+    lines = [
+        "{ .reg .pred p; .reg .b32 w; .reg .b64 dx, dy; setp.eq.b32 p, 0, 0;",
+        # 9.7.15.7.1: orders the registers' last use before the tensor cores'
+        "wgmma.fence.sync.aligned;",
+    ]
+    for p in products:
+        sums = ", ".join(f"${p.sums + i}" for i in range(columns // 2))
+        lines.append(f"add.s32 w, ${2 * count + words}, {p.y >> 4};")
+        lines.append(f"mov.b64 dy, {{w, {right[1]}}};")
+        bits = f", {int(right[0])}"
+        if left is None:
+            x = "{" + ", ".join(f"${2 * count + p.x + i}" for i in range(4)) + "}"
+        else:
+            lines.append(f"add.s32 w, ${2 * count}, {p.x >> 4};")
+            lines.append(f"mov.b64 dx, {{w, {left[1]}}};")
+            x, bits = "dx", f", {int(left[0])}{bits}"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+            f" {{{sums}}}, {x}, dy, p, 1, 1{bits};"
+        )
+    # 9.7.15.7.2; 9.7.15.7.3
+    wait = ["wgmma.wait_group.sync.aligned 0;"] * waits
+    text = "\n".join([*lines, "wgmma.commit_group.sync.aligned;", *wait, "}"])
+
+    def body(builder: Any, sums: Any, x: Any, y: Any) -> None:
+        given = read_registers(builder, x, 0, words) if left is None else [x]
+        _tied(builder, text, [(sums, 0, count)], "bf16", [*given, y])
+
+    return intrinsic_of("group_parts", text, "aar" if left is None else "arr", body)
+
+
 def multiply_wait(count: int, kind: str) -> Any:
     """Waits for all of wgmma (9.7.15.7.3); acc is an operand, so that no read moves above it."""
     text = "wgmma.wait_group.sync.aligned 0;"

@@ -190,6 +190,10 @@ def _dynamic_shared(builder: Any) -> Any:
 
 #: 5.1.7, .extern .shared: where the shared memory begins that the launch asks for
 dynamic_shared = intrinsic_of("dynamic_shared", "", "", _dynamic_shared, "r")
+#: ... of an array of no length, which begins there, aligned to 1 KiB: in `shared_address`'s place
+dynamic_shared_of = intrinsic_of(
+    "dynamic_shared_of", "", "a", lambda builder, array: _dynamic_shared(builder), "r"
+)
 
 # --- integers -------------------------------------------------------------------------------------
 #: 9.7.1.1, add: a running address, opaque so that no multiple of the step becomes a register

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from numfuse.backends.cuda.compile.engines import grid_wait
 from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
@@ -186,13 +187,13 @@ def fetch_cotangents(memory, t, ends: Members, network, first, count):
 
 
 # --- the kernel -----------------------------------------------------------------------------------
-# Where a thread's part begins. On tensor cores a warp has 32 rows and SPAN columns of sums. Lane
+# Where a thread's part begins. On tensor cores a warp has DOWN rows and SPAN columns of sums. Lane
 # 4 g + s has rows of its warp from DEALT g on, columns of the other factor from there on, k from
-# DEALT s on, and sums of columns from 2 DEALT s on.
+# DEALT s on, and sums of columns from NEAR s on.
 def own_row(t):
     """Return the first row of a thread's sums, and the first of its warp's."""
     if TENSOR:
-        warp = (t >> 5) // (WIDTH // SPAN) * 32
+        warp = (t >> 5) // (WIDTH // SPAN) * DOWN
         return warp + ((t & 31) >> 2) * DEALT, warp
     if LANES:
         warp = (t >> 5) // (ACROSS // 4) * (8 * MR)
@@ -236,8 +237,10 @@ def right_back_at(t):
 def sums_at(t, step):
     """Return where its sums begin in the tile; `step` is from a thread's columns to the next."""
     row, _warp = own_row(t)
+    if GROUPED and step == 1:  # (rows as in fragments: Q comes from shared memory)
+        row = row - ((t & 31) >> 2) * (DEALT - 1)
     if TENSOR:
-        return row * PITCH + own_column(t) + (t & 3) * (2 * DEALT)
+        return row * PITCH + own_column(t) + (t & 3) * NEAR
     return row * PITCH + own_column(t) * step
 
 
@@ -352,6 +355,8 @@ def forward(
     t = cuda.threadIdx.x
     network = cuda.blockIdx.y if SEVERAL else 0
     prepare(memory, t, layers, steps, network, table)
+    if GROUPED:  # (what the launch before makes is the weights' images)
+        grid_wait()
     first = cuda.blockIdx.x * x.share
     last = min(first + x.share, x.count)
     while first < last:

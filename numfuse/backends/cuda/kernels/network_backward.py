@@ -5,6 +5,7 @@
 # ruff: noqa: F821
 from __future__ import annotations
 
+from numfuse.backends.cuda.compile.engines import copy_fence, grid_wait
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
@@ -43,7 +44,7 @@ def own_square(t):
     u = t % TEAM
     if TENSOR:
         warp = u >> 5
-        return warp // (WIDTH // SPAN) * 32, warp % (WIDTH // SPAN) * SPAN
+        return warp // (WIDTH // SPAN) * DOWN, warp % (WIDTH // SPAN) * SPAN
     if SQUARE_LANES:
         warp = u >> 5
         down = warp // (SQUARE_ACROSS // 4) * 8 + ((u >> 1) & 7)
@@ -62,11 +63,12 @@ def square_at(t):
 
 
 def clear_rows(memory, t, rows):
-    """Write 0 behind the rows of both tiles, up to whole instructions of tensor cores."""
+    """Write 0 behind the rows of the tiles, up to whole instructions of tensor cores."""
     for i in range(t, (-rows % CHUNK) * WIDTH, THREADS):
         at = (rows + i // WIDTH) * PITCH + i % WIDTH
         POKE(memory, at, ZERO)
-        POKE(memory, OTHER_AT + at, ZERO)
+        if not GROUPED:
+            POKE(memory, OTHER_AT + at, ZERO)
 
 
 def add_weights(memory, t, total, before, plane, rows, fresh):
@@ -81,7 +83,10 @@ def add_weights(memory, t, total, before, plane, rows, fresh):
 
 
 def add_square(memory, t, total, before, plane, rows, fresh):
-    """Add a part of the gradient of a layer's weights, of the rows of its team, to their plane."""
+    """Add a part of the gradient of a layer's weights, of the rows of its team, to their plane.
+
+    LATE: both addends are left in `total` and `before`, and what the plane has is on its way.
+    """
     down, across = own_square(t)
     at = plane + square_at(t) * SIZE
     if EARLY:  # registers for it while the products are made
@@ -94,10 +99,13 @@ def add_square(memory, t, total, before, plane, rows, fresh):
     CLEAR(total)
     if TENSOR:
         part = (part + (CHUNK - 1)) // CHUNK * CHUNK
-        lane = (t & 3) * (DEALT * PITCH) + ((t & 31) >> 2) * DEALT
-        for row in range(team * part, min(rows, team * part + part), CHUNK):
-            here = row * PITCH + lane
-            MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
+        if GROUPED:
+            ADD_ROWS(total, memory, t, down, team * part, min(rows, team * part + part))
+        else:
+            lane = (t & 3) * (DEALT * PITCH) + ((t & 31) >> 2) * DEALT
+            for row in range(team * part, min(rows, team * part + part), CHUNK):
+                here = row * PITCH + lane
+                MULTIPLY_OUTER(total, memory, here + OTHER_AT + down, here + across)
         if TWICE:
             SETTLE(total)
     else:
@@ -114,7 +122,8 @@ def add_square(memory, t, total, before, plane, rows, fresh):
             CLEAR(before)
         else:
             LOAD_SQUARE(before, at)
-    ADD_SQUARE(total, before, at)
+    if not LATE:
+        ADD_SQUARE(total, before, at)
 
 
 def begin_backward(memory, t, layers: Layers, steps: Steps, network, layer, held):
@@ -207,6 +216,7 @@ def backward(
     total = cuda.local.array(TOTALS, REAL)
     ahead = cuda.local.array(FETCHES, REAL)
     before = cuda.local.array(TOTALS, REAL)
+    other = cuda.local.array(TOTALS, REAL)
     given = cuda.local.array(AT_ONCE * GIVEN, REAL)
     made = cuda.local.array(AT_ONCE * MEMBERS, REAL)
     run = cuda.local.array(1 + INPUTS + DIRECTIONS, REAL)
@@ -218,6 +228,8 @@ def backward(
     block = network * cuda.gridDim.x + cuda.blockIdx.x
     plane = planes + (block * TEAMS + t // TEAM) * PLANE
     prepare(memory, t, layers, steps, network, table)
+    if GROUPED:  # (what the launch before makes is the weights' images)
+        grid_wait()
     for slot in range(SLOTS):
         POKE(memory, SLOTS_AT + slot * THREADS + t, ZERO)
     first = cuda.blockIdx.x * x.share
@@ -263,30 +275,60 @@ def backward(
             # Q of this layer, in place, and what went into the layer, beside it
             sums = tile + (layer - 1) * layer_step
             back_pass(memory, here(t), ahead, given, made, weights, count, layer, sums)
-            if layer > 1:
-                sums = tile + (layer - 2) * layer_step
-                inner_pass(
+            before_that = tile + (layer - 2) * layer_step
+            square = plane + (layer - 1) * SQUARE
+            if GROUPED:
+                CLEAR_PARTS(memory, here(t), rows)
+                copy_fence()  # (wgmma reads what was written here)
+                BARRIER()
+                image, _row, _column, _bias, _step = own_layer(layers, steps, layer, network)
+                CLEAR(total)
+                MULTIPLY_BESIDE(
+                    total,
                     memory,
                     here(t),
+                    image,
+                    width_of(layer),
                     ahead,
                     given,
                     made,
                     weights,
-                    OTHER_AT,
                     count,
                     layer - 1,
-                    sums,
-                    True,
+                    before_that,
                 )
-            else:
-                first_pass(memory, here(t), given, made, weights, OTHER_AT, count)
-            if TENSOR:
+                SETTLE(total)
                 clear_rows(memory, here(t), rows)
-            BARRIER()
-            add_weights(memory, here(t), total, before, plane + (layer - 1) * SQUARE, rows, fresh)
-            multiply_backward(total, memory, here(t), layers, steps, network, layer, rows)
+                BARRIER()
+                add_weights(memory, here(t), other, before, square, rows, fresh)
+                BARRIER()
+                PUT_BACK(total, memory, sums_at(here(t), 1))
+            else:
+                if layer > 1:
+                    inner_pass(
+                        memory,
+                        here(t),
+                        ahead,
+                        given,
+                        made,
+                        weights,
+                        OTHER_AT,
+                        count,
+                        layer - 1,
+                        before_that,
+                        True,
+                    )
+                else:
+                    first_pass(memory, here(t), given, made, weights, OTHER_AT, count)
+                if TENSOR:
+                    clear_rows(memory, here(t), rows)
+                BARRIER()
+                add_weights(memory, here(t), total, before, square, rows, fresh)
+                multiply_backward(total, memory, here(t), layers, steps, network, layer, rows)
             if layer > 1:
                 begin_backward(memory, here(t), layers, steps, network, layer - 1, total)
+            if LATE:
+                ADD_SQUARE(other, before, square + square_at(here(t)) * SIZE)
             BARRIER()
             layer -= 1
         first_back_pass(memory, here(t), given, made, weights, count, run)

@@ -10,6 +10,7 @@ constant number of rows apart: STRIDE from a thread's point to its next.
 from __future__ import annotations
 
 from numfuse.backends.cuda.compile.scalars import fused
+from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
 
 
@@ -58,15 +59,20 @@ def first_pass(memory, t, given, made, weights, to, count):
     column, point = t % WIDTH, t // WIDTH
     at = to + point * (MEMBERS * PITCH) + column
     while point < count:
-        for u in unrolled(AT_ONCE):
-            first_sums(memory, given, u * GIVEN, point + u * PARTS, column)
-        for u in unrolled(AT_ONCE):
-            FIRST_ROW(given, u * GIVEN, weights, made, u * MEMBERS)
-        for u in unrolled(AT_ONCE):
-            if point + u * PARTS < count:
-                write(memory, made, u, at, column < WIDTHS[1])
+        first_step(memory, given, made, weights, count, column, point, at)
         point += AT_ONCE * PARTS
         at += AT_ONCE * STRIDE * PITCH
+
+
+def first_step(memory, given, made, weights, count, column, point, at):
+    """Write what the first layer gives for the points that a thread takes together."""
+    for u in unrolled(AT_ONCE):
+        first_sums(memory, given, u * GIVEN, point + u * PARTS, column)
+    for u in unrolled(AT_ONCE):
+        FIRST_ROW(given, u * GIVEN, weights, made, u * MEMBERS)
+    for u in unrolled(AT_ONCE):
+        if point + u * PARTS < count:
+            write(memory, made, u, at, column < WIDTHS[1])
 
 
 def load_sums(ahead, sums, kept, point, count):
@@ -104,7 +110,7 @@ def inner_pass(memory, t, ahead, given, made, weights, to, count, layer, sums, a
         load_sums(ahead, sums, kept, point, count)
     while point < count:
         if again:
-            take_sums(ahead, given, sums, kept, point, count)
+            again_step(memory, ahead, given, made, weights, count, sums, inside, point, at, kept)
         else:
             for u in unrolled(AT_ONCE):
                 for m in unrolled(MEMBERS):
@@ -112,19 +118,28 @@ def inner_pass(memory, t, ahead, given, made, weights, to, count, layer, sums, a
                     if m == 0:
                         value = value + bias
                     given[u * GIVEN + m] = value
-        for u in unrolled(AT_ONCE):
-            ROW(given, u * GIVEN, weights, made, u * MEMBERS)
-        for u in unrolled(AT_ONCE):
-            if point + u * PARTS < count:
-                if KEEPS:
-                    if not again:
+            for u in unrolled(AT_ONCE):
+                ROW(given, u * GIVEN, weights, made, u * MEMBERS)
+            for u in unrolled(AT_ONCE):
+                if point + u * PARTS < count:
+                    if KEEPS:
                         for m in unrolled(MEMBERS):
                             value = given[u * GIVEN + m]
                             STORE(sums, kept + (u * STRIDE + m) * WIDTH, value)
-                write(memory, made, u, at, inside)
+                    write(memory, made, u, at, inside)
         point += AT_ONCE * PARTS
         at += AT_ONCE * STRIDE * PITCH
         kept += AT_ONCE * STRIDE * WIDTH
+
+
+def again_step(memory, ahead, given, made, weights, count, sums, inside, point, at, kept):
+    """Write what a layer gives, of its kept sums, for the points that a thread takes together."""
+    take_sums(ahead, given, sums, kept, point, count)
+    for u in unrolled(AT_ONCE):
+        ROW(given, u * GIVEN, weights, made, u * MEMBERS)
+    for u in unrolled(AT_ONCE):
+        if point + u * PARTS < count:
+            write(memory, made, u, at, inside)
 
 
 def cotangents(memory, given, to, point, at, column, last):
@@ -166,11 +181,18 @@ def last_gradients(memory, t, count):
 
 
 def back_pass(memory, t, ahead, given, made, weights, count, layer, sums):
-    """Replace the gradients of a layer's results in the tile by those of its sums."""
+    """Make the gradients by a layer's sums of those by its results, in their place in the tile.
+
+    GROUPED: as parts, in a place of their own.
+    """
     column, point = t % WIDTH, t // WIDTH
     inside, total = column < width_of(layer), ZERO
     at = point * (MEMBERS * PITCH) + column
     kept = point * (MEMBERS * WIDTH) + column
+    if GROUPED:
+        places = cuda.local.array(MEMBERS, PLACE)
+        for m in unrolled(MEMBERS):
+            places[m] = memory + PART_PLACE(point * MEMBERS + m, column)
     if FETCHED:
         load_sums(ahead, sums, kept, point, count)
     while point < count:
@@ -182,9 +204,16 @@ def back_pass(memory, t, ahead, given, made, weights, count, layer, sums):
         for u in unrolled(AT_ONCE):
             ROW_BACK(given, u * GIVEN, weights, made, u * MEMBERS)
         for u in unrolled(AT_ONCE):
-            if point + u * PARTS < count:
-                write(memory, made, u, at, inside)
+            p = point + u * PARTS
+            if p < count:
+                if GROUPED:
+                    WRITE_PARTS(memory, made, u, p, places, column, inside)
+                else:
+                    write(memory, made, u, at, inside)
                 total = total + made[u * MEMBERS]
+        if GROUPED:
+            for m in unrolled(MEMBERS):
+                places[m] += AT_ONCE * STRIDE * 128
         point += AT_ONCE * PARTS
         at += AT_ONCE * STRIDE * PITCH
         kept += AT_ONCE * STRIDE * WIDTH

@@ -46,7 +46,7 @@ DEALT = 2
 _ROWS, _TOGETHER = 2, 2
 #: Of "bf16x6": parts of the left and of the right factor, and whether the product is a small one.
 #: The small ones come first, the smallest of them at the beginning.
-_SIX = (
+SIX = (
     (0, 2, True),
     (2, 0, True),
     (1, 1, True),
@@ -65,7 +65,7 @@ def is_split(tile: Tile) -> bool:
     return tile.tensor == "bf16x6"
 
 
-def _parts(builder: Any, pair: _Pair) -> list[Any]:
+def parts_of(builder: Any, pair: _Pair) -> list[Any]:
     """Return the three parts of two neighbours, each as a word."""
     found = []
     for n in range(3):
@@ -89,11 +89,11 @@ def _fragments(builder: Any, split: bool, pairs: list[_Pair]) -> list[list[Any]]
     `pairs` are neighbours along K, those of the chunk's first half and of its second.
     """
     if split:
-        return [list(words) for words in zip(*(_parts(builder, p) for p in pairs), strict=True)]
+        return [list(words) for words in zip(*(parts_of(builder, p) for p in pairs), strict=True)]
     return [[_rounded(builder, x) for x in pair] for pair in pairs]
 
 
-def _left(builder: Any, split: bool, rows: list[list[_Pair]]) -> list[list[Any]]:
+def left_words(builder: Any, split: bool, rows: list[list[_Pair]]) -> list[list[Any]]:
     """Return the registers of a left factor, whose two rows an instruction names by turns."""
     both = zip(*(_fragments(builder, split, pairs) for pairs in rows), strict=True)
     return [[x for pair in zip(*halves, strict=True) for x in pair] for halves in both]
@@ -115,11 +115,11 @@ def _multiply(name: str, tile: Tile, left: Any, right: Any) -> Any:
     def body(builder, sums, memory, x, y):
         x, y = (shared_place(builder, memory, at, tile.real) for at in (x, y))
         total = read_registers(builder, sums, 0, (1 + split) * tile.sums)
-        a = [_left(builder, split, left(builder, x, i)) for i in range(_ROWS)]
+        a = [left_words(builder, split, left(builder, x, i)) for i in range(_ROWS)]
         for first in range(0, pieces, _TOGETHER):
             found = right(builder, y, first // _TOGETHER)
             b = [_fragments(builder, split, pairs) for pairs in found]
-            for p, q, small in _SIX if split else _TWO:
+            for p, q, small in SIX if split else _TWO:
                 for i in range(_ROWS):
                     for j in range(_TOGETHER):
                         at = (i * pieces + first + j) * 4 + small * tile.sums
@@ -130,7 +130,7 @@ def _multiply(name: str, tile: Tile, left: Any, right: Any) -> Any:
     return intrinsic_of(name, tile.key, "arrr", body)
 
 
-def _along(tile: Tile) -> Any:
+def along_rows(tile: Tile) -> Any:
     """Return what reads rows with k along them."""
 
     def read(builder, at, n):
@@ -143,7 +143,7 @@ def _along(tile: Tile) -> Any:
     return read
 
 
-def _across(tile: Tile) -> Any:
+def across_rows(tile: Tile) -> Any:
     """Return what reads columns with k down them."""
 
     def read(builder, at, n):
@@ -172,7 +172,7 @@ def _runs(tile: Tile, pitch: int) -> list[tuple[list[int], int]]:
 @functools.cache
 def bindings(tile: Tile) -> dict[str, Any]:
     """Return the functions that take the place of those of threads' own tiles."""
-    key, along, across = tile.key, _along(tile), _across(tile)
+    key, along, across = tile.key, along_rows(tile), across_rows(tile)
     split, square, zero = is_split(tile), _runs(tile, tile.width), ir.Constant(F32, 0.0)
 
     def put(builder, sums, memory, at):

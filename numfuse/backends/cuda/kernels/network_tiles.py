@@ -54,6 +54,8 @@ class Tile:
     #: Values of K of a slice of the weights and stages of their ring; 0: weights lie there whole.
     slice: int = 0
     stages: int = 0
+    #: Whether groups of four warps multiply, by wgmma ("bf16x6" alone, in slices: `network_parts`).
+    grouped: bool = False
 
     @property
     def back_pitch(self) -> int:
@@ -72,7 +74,9 @@ class Tile:
 
     @property
     def stage(self) -> int:
-        """Return the values of a slice, whichever way it lies."""
+        """Return the values of a slice, whichever way it lies; of three 16-bit parts, in words."""
+        if self.grouped:
+            return self.slice * self.width * 3 // 2
         return max(self.slice * self.pitch, self.width * self.back_pitch)
 
     @property

@@ -24,6 +24,7 @@ from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
 from numfuse.backends.cuda.kernels import (
     joins,
     network_copies,
+    network_parts,
     network_split,
     network_tiles,
     network_warps,
@@ -89,6 +90,11 @@ class Sizes:
         return self.threads // self.tile.across * self.tile.mr
 
     @property
+    def stride(self) -> int:
+        """Return the rows from a thread's point in a pass to its next one."""
+        return self.threads // self.tile.width * self.members
+
+    @property
     def team(self) -> int:
         """Return the threads that make a whole gradient of weights."""
         return (self.tile.width // self.tile.mr) * (self.tile.width // self.tile.nr)
@@ -97,7 +103,8 @@ class Sizes:
     def is_roomy(self) -> bool:
         """Return whether threads have registers for what they multiply next."""
         exact = self.tile.real == "float32" and not (self.tile.tensor or self.tile.slice)
-        return exact and self.resident == 1 and self.threads <= 256
+        few = self.resident * self.threads <= 256
+        return (exact or self.tile.grouped) and few
 
     @property
     def teams(self) -> int:
@@ -118,10 +125,13 @@ class Sizes:
         """Return where what a block keeps begins, and the end of it."""
         tile, outputs, inputs = self.tile, self.widths[-1], self.widths[0]
         width, inner = tile.width, self.count > 2
+        beside = back and inner
         lengths = {
             "TILE_AT": self.rows * tile.pitch,
-            "OTHER_AT": self.rows * tile.pitch if back and inner else 0,
+            "OTHER_AT": self.rows * tile.pitch if beside and not tile.grouped else 0,
             "WEIGHTS_AT": (tile.stages * tile.stage or width * tile.pitch) if inner else 0,
+            # (Q as three 16-bit parts, behind whole KiB as wgmma asks for)
+            "PARTS_AT": self.rows * width * 3 // 2 if beside and tile.grouped else 0,
             "BIAS_AT": (self.count - 1) * width,
             "FIRST_AT": inputs * width,
             "MOVED_AT": self.directions * width,
@@ -133,6 +143,8 @@ class Sizes:
         found, end = {}, 0
         for name, length in lengths.items():
             found[name], end = end, end + tiling.round_up(length, tile.few)
+        if tile.grouped:  # what went into a layer lies where the gradients by its results lay
+            found["OTHER_AT"] = 0
         return found, end
 
     @property
@@ -225,26 +237,51 @@ def on_tensor_cores(s: Sizes, info: DeviceInfo, precision: str, back: bool) -> S
     Where tensor cores cannot, and of the precisions that have no kernel here, products are IEEE's.
     """
     real, width = s.tile.real, s.tile.width
-    warps = s.lanes and width % 32 == 0 and info.capability >= (8, 0) and not s.tile.slice
+    warps = s.lanes and width % 32 == 0 and info.capability >= (8, 0)
     if precision not in ("bf16x6", "tf32") or real != "float32" or not warps:
         return s
     nr, threads, resident = s.tile.nr, s.threads, s.resident
+    if precision == "bf16x6" and info.capability[0] == 9 and s.count > 2:
+        made = _by_groups(s, info, back)
+        if made is not None:
+            return made
     if precision == "bf16x6" and info.capability >= (9, 0) and width in network_tiling.SPLIT:
         _, nr, threads, resident, *_ = network_tiling.SPLIT[width]
+    if s.tile.slice:
+        return s
     tile = replace(s.tile, nr=nr, across=width // nr, tensor=precision)
     what = s.widths, s.directions, s.members, s.own
     return _placed(info, tile, threads, resident, s.at_once, s.lanes, *what, back) or s
 
 
-def _engine(tile: Tile) -> dict[str, Any]:
+def _by_groups(s: Sizes, info: DeviceInfo, back: bool) -> Sizes | None:
+    """Return how a block runs a network by products of warp groups; None: it does not fit."""
+    what = s.widths, s.directions, s.members, s.own
+    for each in network_tiling.GROUPED[back]:
+        if each.width != s.tile.width:
+            continue
+        width = each.width
+        kind = Tile("float32", width, width + 4, 8, each.nr, 8, width // each.nr, 4)
+        tile = replace(kind, tensor="bf16x6", slice=each.slice, stages=each.stages, grouped=True)
+        made = _placed(info, tile, each.threads, each.resident, 4, s.lanes, *what, back)
+        if made is not None:
+            return made
+    return None
+
+
+def _engine(s: Sizes) -> dict[str, Any]:
     """Return the products of a tile, and where a lane's part begins."""
+    tile = s.tile
     found, twice = network_tiles.bindings(tile), network_split.is_split(tile)
     found |= {"TENSOR": bool(tile.tensor), "TWICE": twice, "TOTALS": (1 + twice) * tile.sums}
+    found |= {"GROUPED": tile.grouped}
     if not tile.tensor:
         return found | {"CHUNK": tile.few}
     warps = network_warps if tile.tensor == "float64" else network_split
     found |= {"CHUNK": warps.CHUNK, "SPAN": 8 * tile.nr, "DEALT": warps.DEALT}
-    return found | warps.bindings(tile)
+    found |= {"DOWN": 32, "NEAR": 2 * warps.DEALT}
+    found |= warps.bindings(tile)
+    return found | network_parts.bindings(tile, s.rows, s.stride) if tile.grouped else found
 
 
 def _is_tight(s: Sizes) -> bool:
@@ -308,9 +345,10 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "FETCHED": s.is_roomy,
         "FETCHES": max(tile.fetches, s.at_once * s.members),
         "EARLY": real == "float32" and not tile.tensor,
+        "LATE": tile.grouped and s.rounds == 1,
         "PLANE": s.squares * itemsize,
         "FULL": all(width == tile.width for width in s.widths[1:-1]),
-        "STRIDE": s.threads // tile.width * s.members,
+        "STRIDE": s.stride,
         "KEEPS": p.keeps or (p.backward and not p.saved),
         "SAVED": p.saved,
         "MOVES": "d_points" in p.arrays,
@@ -324,7 +362,7 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "FIRST_SLOT": hidden,
         "LAST_SLOT": hidden + inputs + p.directions,
     }
-    return found | _engine(tile)
+    return found | _engine(s)
 
 
 def _member(slots: Slots, name: str, several: bool) -> Member:
@@ -364,6 +402,52 @@ def _stream(s: Sizes, inner: list[View], found: dict[str, Any]) -> dict[str, Any
         made[f"OPEN{name}"] = inlined(open_ring, **ring | own)
         made[f"STREAM{name}"] = inlined(multiply_ring, **ring | own)
     return made
+
+
+def _image_bindings(found: dict[str, Any], tile: Tile, backward: bool) -> dict[str, Any]:
+    """Return what the products of weights that come as images are bound to."""
+    made: dict[str, Any] = {"TURNED": False, "IMAGES": 1 + backward}
+    steps = -(-found["POINTS"] // (found["AT_ONCE"] * found["PARTS"]))
+    made["SHARE"] = -(-steps // (tile.width // tile.slice))
+    ring = found | made | {"COPY_FEW": network_copies.copy(tile, tile.few)}
+    parts = network_parts
+    for back, name in ((0, ""), (1, "_BACK")):
+        made[f"OPEN{name}"] = inlined(parts.open_images, **ring, BACK=back)
+    made["STREAM"] = inlined(parts.multiply_images, **ring)
+    made["MULTIPLY_BESIDE"] = inlined(parts.multiply_beside, **ring)
+    made["ADD_ROWS"] = inlined(parts.add_rows, **ring)
+    made["WRITE_PARTS"] = inlined(parts.write_parts, **ring)
+    made["CLEAR_PARTS"] = inlined(parts.clear_parts, **ring)
+    made["PART_PLACE"] = inlined(parts.part_place, **ring)
+    return made | {"PLACE": types.int32}
+
+
+def _split(
+    rec: Recorder, s: Sizes, bindings: dict[str, Any], slots: Slots, given: dict[str, Any],
+    places: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Record the launch that splits weights; return layers whose weights are their images."""
+    inner, images, threads = s.count - 2, bindings["IMAGES"], 256
+    each = network_parts.image_bytes(s.tile) * images
+    made = rec.fresh((places, inner * each // 4), "float32")
+    image = slots.slot("images", made)
+    own = bindings | {"THREADS": threads}
+    name = f"network weights {s.tile.width} {s.tile.tensor}"
+    kernel = kernel_of(
+        network_parts.split_weights, network_parts.SPLIT, own, threads=threads, name=name
+    )
+    layers, steps = given["layers"], given["steps"]
+    arguments = network_parts.SPLIT(
+        layers=layers, steps=steps, images=image, network_step=inner * each
+    )
+    grid = inner * images * s.tile.width**2 // (2 * threads), places, 1
+    rec.launches((Launch(kernel, grid, arguments),), slots.at, ahead=True)
+    whole = {}
+    for i in range(1, s.count - 1):
+        weights = Slot("images", (i - 1) * each)
+        whole[f"l{i}"] = replace(getattr(layers, f"l{i}"), weights=weights)
+    apart = {f"weights_{i}": inner * each // 4 for i in range(1, s.count - 1)}
+    return {"layers": replace(layers, **whole), "steps": replace(steps, **apart)}
 
 
 def _wide(s: Sizes, inner: list[View]) -> str:
@@ -430,7 +514,10 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
         given["kept"] = slots.slot("kept", slots.view("kept"))
     bindings = _bindings(rec, p, s, real) | {"SEVERAL": networks > 0}
     hidden = [slots.view(f"weights_{i}") for i in range(1, s.count - 1)]
-    if s.tile.slice:
+    if s.tile.grouped:
+        bindings |= _image_bindings(bindings, s.tile, p.backward)
+        given |= _split(rec, s, bindings, slots, given, places)
+    elif s.tile.slice:
         bindings |= _stream(s, hidden, bindings)
     else:
         bindings |= {"TURNED": False, "WIDE_WEIGHTS": _wide(s, hidden)}
@@ -469,9 +556,11 @@ def _launch(
     name = f"{what}{' backward' if p.backward else ''} {s.tile.width}{precise}"
     resident = s.resident if s.lanes else 0
     how: Any = {"threads": s.threads, "blocks": resident, "name": name}
+    how["feature"] = "a" if s.tile.grouped else ""
     made = kernel_of(template, schema, bindings, **how)
     shared = s.places(p.backward)[1] * ITEMSIZES[s.tile.real]
-    rec.launches((Launch(made, grid, schema(**given), shared),), at)
+    launch = Launch(made, grid, schema(**given), shared, overlaps=s.tile.grouped)
+    rec.launches((launch,), at)
 
 
 def _join(rec: Recorder, real: str, planes: View, flat: View, first: int) -> None:

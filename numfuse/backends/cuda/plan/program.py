@@ -180,9 +180,16 @@ class Recorder:
         self.launches(tuple(wanted), found, workspace)
 
     def launches(
-        self, launches: tuple[Launch, ...], at: dict[str, tuple[int, int]], workspace: int = 0
+        self,
+        launches: tuple[Launch, ...],
+        at: dict[str, tuple[int, int]],
+        workspace: int = 0,
+        ahead: bool = False,
     ) -> None:
-        """Record launches that want so many bytes at the slot "work"."""
+        """Record launches that want so many bytes at the slot "work".
+
+        No call is named after those that are `ahead` of what they make something for.
+        """
         self._scratch = max(self._scratch, workspace)
         known = {**at, "work": (_SCRATCH, 0)}
         for launch in launches:
@@ -192,7 +199,7 @@ class Recorder:
                 # of what is written, no copy is one any more
                 written = {known[name][0] for name in prepared.table if name not in _READ}
                 self._copies = {k: v for k, v in self._copies.items() if k[0][0] not in written}
-            if self._chief is None:
+            if self._chief is None and not ahead:
                 self._chief = 0, launch.kernel.name, None
 
     def program(self, names: tuple[str, ...]) -> Program:

@@ -228,8 +228,8 @@ class _Pass:
             return elementwise(store, formula, self.arrays, made, p.acc_dtype)
         lefts = [p.arrays[p.sums[name][0][0]] for name in own[:1]]
         factors = [store.source(x) for x in [*lefts, *(p.arrays[p.sums[x][0][1]] for x in own)]]
-        count, bare = max(1, len(own)), not summed and p.k <= tiling.GROUP_K
-        tile = tile_of(store.device, p.m, p.n, p.acc_dtype, factors=count, bare=bare)
+        count = max(1, len(own))
+        tile = tile_of(store.device, p.m, p.n, p.acc_dtype, factors=count, bare=not summed)
         forms = {
             "column_sums": (len(columns), *p.batch, -(-p.m // tile.block_m), p.n),
             "row_sums": (len(across), *p.batch, -(-p.n // tile.block_n), p.m),

@@ -340,12 +340,12 @@ def ways(
                 continue
             if -(-slices // -(-slices // parts)) == parts:
                 sizes = m, n, slices, places, multiprocessors
-                yield cycles(tile, parts, *sizes, split, heavy, rows, lies), tile, parts
+                yield cycles(tile, parts, *sizes, split, heavy, rows, lies, sums), tile, parts
 
 
 def cycles(
     tile: HopperTile, parts: int, m: int, n: int, slices: int, places: int, multiprocessors: int,
-    split: int, heavy: bool, rows: bool, lies: Lies,
+    split: int, heavy: bool, rows: bool, lies: Lies, sums: int = 1,
 ) -> float:  # fmt: skip
     """Return the cycles of the multiprocessor with the most blocks."""
     each: float
@@ -367,7 +367,12 @@ def cycles(
     blocks = tile.blocks(m, n) * places
     elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
     finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
-    if tile.ping_pong or tile.consumers == 1:
+    # (one result of two sums is half of a block; a gate on an H200, bfloat16, microseconds by 64 x
+    # 128, 128 x 64 and 64 x 64: 333 x 1000 x 777 14.3, 15.1, 16.7; 300 x 2000 x 1001 22.0, 23.9,
+    # 24.9; 640 x 768 x 640 8.6, 9.2, 10.5; 1000 x 500 x 400 10.4, 10.9, 12.1; 500 x 700 x 611 13.8,
+    # 13.2, 15.0)
+    halved = sums == 2 and tile.block_n == 128
+    if tile.ping_pong or (tile.consumers == 1 and not halved):
         finish *= 2  # one group alone
     units = -(-blocks * parts // multiprocessors)
     least = HOPPER_BLOCK + elements * HOPPER_ELEMENT
