@@ -12,7 +12,7 @@ from typing import Any
 
 import cuda_wgmma
 import numpy as np
-from cuda_machine import Int32, Machine, Thread
+from cuda_machine import Barrier, Int32, Machine, Thread
 from cuda_ptx import signed
 
 from numfuse.backends.cuda.plan.product import Derived, Launch
@@ -30,22 +30,6 @@ def packed(words: Any) -> bytes:
 
 #: Bytes of an element.
 SIZES = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
-
-
-class Barrier:
-    """An mbarrier: a phase ends when all have arrived, and all promised bytes."""
-
-    def __init__(self, arrivals: int) -> None:
-        self.arrivals = self.pending = arrivals
-        self.bytes = self.phase = 0
-
-    def turn(self, arrivals: int, nbytes: int) -> None:
-        self.pending -= arrivals
-        self.bytes += nbytes
-        assert self.pending >= 0, "more arrivals than the barrier was made for"
-        if not self.pending and not self.bytes:
-            self.phase += 1
-            self.pending = self.arrivals
 
 
 class Hopper(Machine):
@@ -135,7 +119,7 @@ class Hopper(Machine):
                 continue
             what = thread.waits[0]
             if what[0] == "mbarrier":
-                if (self.barriers[what[1]].phase - 1) % 2 == what[2]:
+                if self.barriers[what[1]].over(what[2]):
                     found.append(thread)
                 continue
             key: Any = what

@@ -275,6 +275,26 @@ class Context:
         return list(parts)
 
 
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived, and all promised bytes."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals = self.pending = arrivals
+        self.bytes = self.phase = 0
+
+    def turn(self, arrivals: int, nbytes: int) -> None:
+        self.pending -= arrivals
+        self.bytes += nbytes
+        assert self.pending >= 0, "more arrivals than the barrier was made for"
+        if not self.pending and not self.bytes:
+            self.phase += 1
+            self.pending = self.arrivals
+
+    def over(self, parity: int) -> bool:
+        """Whether the phase of a parity is over."""
+        return (self.phase - 1) % 2 == parity
+
+
 class Block:
     """A block of threads, and its shared memory."""
 
@@ -282,6 +302,7 @@ class Block:
         self.index = index
         self.shared = bytearray(b"\xff" * nbytes)
         self.static: list[Any] = []
+        self.barriers: dict[int, Barrier] = {}
 
 
 class Thread:
@@ -370,14 +391,16 @@ class Machine:
         for first in range(0, len(threads), 32):
             warp = threads[first : first + 32]
             whats = {t.waits[0] if t.waits else None for t in warp}
-            if len(whats) == 1 and not whats & {None, "barrier", "group", "cluster"}:
+            if len(whats) == 1 and not whats & {None, "barrier", "group", "mbarrier", "cluster"}:
                 self.current = warp[0]  # whose block's memory it is
                 results = self._together(warp[0].waits[0], [t.waits[1] for t in warp])
                 for thread, result in zip(warp, results, strict=True):
                     thread.result = result
                 found += warp
         for block in self.cluster:
-            found += self._groups([t for t in threads if t.block is block])
+            own = [t for t in threads if t.block is block]
+            found += self._groups(own)
+            found += [t for t in own if t.waits and t.waits[0] == "mbarrier" and self._over(t)]
         if found or all(t.done for t in threads):
             return found
         for block in self.cluster:
@@ -397,6 +420,12 @@ class Machine:
             if t.waits and t.waits[0] == "group":
                 waiting.setdefault(tuple(map(int, t.waits[1])), []).append(t)
         return [t for (_, count), own in waiting.items() if len(own) == count for t in own]
+
+    @staticmethod
+    def _over(thread: Thread) -> bool:
+        """Whether the phase of an mbarrier is over that a thread waits for."""
+        at, parity = thread.waits[1]
+        return thread.block.barriers[at].over(parity)
 
     def wait(self, what: str, value: Any = None) -> Any:
         thread = self.current
@@ -469,6 +498,8 @@ class Machine:
             return values
         if what == "shuffle":
             return [values[lane ^ int(mask)][0] for lane, (_, mask) in enumerate(values)]
+        if what == "lane":
+            return [values[int(lane)][0] for _, lane in values]
         if what == "same":
             return [values[0][0]] * 32
         if what.startswith("stmatrix"):
@@ -665,10 +696,21 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
     numbers = re.findall(r"\d+", text)
     if name in _PURE:
         return _PURE[name]
+    if "set.gt.u32" in text:
+        above, bits = _kind_of(text), int(re.findall(r"and\.b32 z, z, (\d+)", text)[0])
+        return lambda m, a: signed(a[0] | _above(above, a[1]) & bits, 32)
     if text.startswith("{ .reg") and not re.search(r"@|wgmma|set\.gt", text):
         return cuda_ptx.block(text)
     if text.startswith("griddepcontrol"):
         return lambda m, a: None
+    if text.startswith(("setmaxnreg", "fence.mbarrier_init")):
+        return lambda m, a: None
+    if text.startswith("mbarrier.init"):
+        return lambda m, a: m.current.block.barriers.__setitem__(a[0], Barrier(a[1]))
+    if "@p mbarrier.arrive" in text:
+        return lambda m, a: a[1] and m.current.block.barriers[a[0]].turn(1, 0)
+    if "mbarrier.try_wait" in text:
+        return lambda m, a: m.wait("mbarrier", a)
     if text.startswith("bar.sync $0"):
         return lambda m, a: m.wait("group", a)
     if text.startswith("bar.sync"):
@@ -681,7 +723,10 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
         return lambda m, a: None
     if text.startswith("stmatrix"):
         what = "stmatrix.trans" if ".trans" in text else "stmatrix"
-        return lambda m, a: m.wait(what, a)
+        further = int((re.findall(r"\[\$0\+(\d+)\]", text) or [0])[0])
+        return lambda m, a: m.wait(what, [a[0] + further, *a[1:]])
+    if text.startswith("shfl.sync.idx.b32 $0, $1, $2"):
+        return lambda m, a: m.wait("lane", a)
     if text.startswith("shfl.sync.idx"):
         return lambda m, a: m.wait("same", a)
     if "set.gt" in text:
@@ -710,7 +755,11 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
         return lambda m, a: m.copy(size, a[:2]) if a[2] > a[3] else None
     if text.startswith("ldmatrix"):
         what = "ldmatrix.trans" if ".trans" in text else "ldmatrix"
-        return lambda m, a: m.wait(what, a[0])
+        further = int((re.findall(r"\[\$4\+(\d+)\]", text) or [0])[0])
+        return lambda m, a: m.wait(what, a[0] + further)
+    if text.startswith("ld.shared.v2.f32"):
+        pair, further = decoder(ir.VectorType(ir.FloatType(), 2)), int(numbers[-1])
+        return lambda m, a: pair(m.read("shared", a[0] + further, 8))
     if text.startswith("ld.global.nc.v4"):
         of_words = decoder(ir.VectorType(I32, 4))
         return lambda m, a: of_words(m.read("global", a[0], 16))
@@ -756,6 +805,12 @@ def _kind_of(text: str) -> Any:
 
 def _rectified(values: list[Any]) -> list[Any]:
     return [x if np.isnan(x) else max(x, np.float32(0)) for x in values]
+
+
+def _above(kind: Any, word: int) -> int:
+    """Return all bits of each value of a word that is greater than 0."""
+    halves = np.array([signed(word, 32)], np.int32).view(kind) > 0
+    return int(np.where(halves, 0xFFFF, 0).astype(np.uint16).view(np.uint32)[0])
 
 
 def _words(function: Callable[..., Any], kind: Any, words: list[Any]) -> int:

@@ -43,9 +43,15 @@ def _dot(a: int, b: int, c: int) -> int:
 
 
 def _permuted(a: int, b: int, selectors: int) -> int:
-    """prmt.b32 (9.7.9.7) without a sign: bytes of both words by their numbers."""
+    """prmt.b32 (9.7.9.7): bytes of both words by their numbers, or their signs alone."""
     both = (a & WORD) | (b & WORD) << 32
-    return sum((both >> 8 * (selectors >> 4 * i & 7) & 255) << 8 * i for i in range(4))
+    found = 0
+    for i in range(4):
+        byte = both >> 8 * (selectors >> 4 * i & 7) & 255
+        if selectors >> 4 * i & 8:
+            byte = 255 * (byte >> 7)
+        found |= byte << 8 * i
+    return found
 
 
 def _rounded(x: Any, how: Callable[[Any], Any]) -> int:
@@ -56,6 +62,8 @@ def _rounded(x: Any, how: Callable[[Any], Any]) -> int:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
     "add.s64": lambda a, b: a + b & LONG,
+    "and.b32": lambda a, b: a & b & WORD,
+    "shl.b32": lambda a, b: a << b & WORD,
     "xor.b32": lambda a, b: (a ^ b) & WORD,
     "shr.s64": lambda a, b: signed(a, 64) >> b & LONG,
     "shr.s32": lambda a, b: signed(a, 32) >> b & WORD,
