@@ -198,8 +198,8 @@ def again(long: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _switches() -> tuple[bool, ...]:
-    return cuda_whole.ENABLED, cuda_whole.HALF, half_networks.GROUPS
+def _switches() -> tuple[Any, ...]:
+    return cuda_whole.ENABLED, cuda_whole.HALF, half_networks.switches()
 
 
 def _formulas(activations: Iterable[Any]) -> list[Any]:

@@ -46,7 +46,7 @@ class ValueOperation(Operation):
     is that of `plan.half_networks`: a call is repeated with the kernels that it had.
     """
 
-    def __init__(self, layers: int, backward: bool, groups: bool, along: bool) -> None:
+    def __init__(self, layers: int, backward: bool, groups: Any, along: bool) -> None:
         names = ("mlp_jvp", "mlp_double_bwd") if along else ("mlp", "mlp_bwd")
         self.name, self.kind = names[backward], "network"
         self.layers, self.backward, self.along = layers, backward, along
@@ -133,7 +133,7 @@ class _Signature(Signature):
 
 
 @functools.cache
-def _operation(layers: int, backward: bool, groups: bool, along: bool = False) -> ValueOperation:
+def _operation(layers: int, backward: bool, groups: Any, along: bool = False) -> ValueOperation:
     return ValueOperation(layers, backward, groups, along)
 
 
@@ -268,7 +268,7 @@ class Values:
             return None
         arrays, sizes, hidden, networks = found
         _, _, guard, backend = how
-        operation = _operation(len(weights), grad is not None, half_networks.GROUPS)
+        operation = _operation(len(weights), grad is not None, half_networks.switches())
         operands = x, *weights, *own
         if grad is None:
             flags: Any = (guard, False, 0)
@@ -309,7 +309,7 @@ class Values:
             length = (networks, sizes.flat) if networks else sizes.flat
             flags: Any = (how[2], moves, length) if back else (how[2], False, 0)
             given = x, *weights, *own, x_dot, *((grad,) if back else ())
-            operation = _operation(len(weights), back, half_networks.GROUPS, True)
+            operation = _operation(len(weights), back, half_networks.switches(), True)
             found = run(operation, given, hidden, flags, (), None, how[3], _arguments)
             made[back] = _groups(found, sizes, own, arrays, needs) if back else found
         if grad is None:

@@ -64,7 +64,8 @@ try:
     from numfuse.backends.cuda.kernels.pointwise import Result, Source
     from numfuse.backends.cuda.kernels.residues import tier as residue_tier
     from numfuse.backends.cuda.kernels.small import SMALL
-    from numfuse.backends.cuda.plan import networks
+    from numfuse.backends.cuda.plan import half_networks, networks
+    from numfuse.backends.cuda.plan.group_sizes import Apart
     from numfuse.backends.cuda.plan.jets import jet as record_jet
     from numfuse.backends.cuda.plan.product import (
         NUMBER,
@@ -270,6 +271,15 @@ def network(dtype, widths, backward, saved=False, jet=True, info=HOPPER, precisi
     there = shapes.keys() - set(absent)
     networks.network(recorder, problem, lambda x: view(shapes[x]) if x in there else None)
     return tuple(made)
+
+
+def apart(how, widths, activation):
+    """A network's gradients whose sums one warp group has."""
+    half_networks.APART = Apart(*how)
+    try:
+        return network("bfloat16", widths, True, jet=False, activation=activation)
+    finally:
+        half_networks.APART = None
 
 
 def scaled(m, n, k, dtype, strides, pre=None):
@@ -702,6 +712,17 @@ CASES = [
             ("bfloat16", (64,) * 5, "tanh", True, ("m64n72k16", "stmatrix", "cp.async.cg")),
             ("float16", (64,) * 6, "relu", True, ("m64n72k16.f32.f16.f16", "set.gt.f16x2")),
             ("bfloat16", (3, 64, 64, 64, 1), "relu", True, ("m64n8k16", "mul.rn.bf16x2")),
+        )
+    ],
+    *[
+        Case(f"network's gradients bfloat16 {widths}, {activation}, sums of one group of {how}",
+             apart(how, widths, activation), HOPPER,
+             ("m64n72k16.f32.bf16.bf16", "setmaxnreg.inc", "mbarrier.try_wait", *instructions))
+        for how, widths, activation, instructions in (
+            ((3, False), (64,) * 4, "silu", ()),
+            ((3, True), (64,) * 5, "relu", ("set.gt.u32.bf16x2", "prmt.b32")),
+            ((3, False), (64,) * 6, "relu", ("mul.rn.bf16x2",)),
+            ((2, False), (64,) * 6, "tanh", ()),
         )
     ],
     # no instruction rounds to bfloat16 there, and passes by 16 bytes have no other way

@@ -40,6 +40,11 @@ UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 FUNCTIONS = {
     "tanh": (np.tanh, lambda z: 1 - np.tanh(z) ** 2, 0.77),
     "relu": (lambda z: np.maximum(z, 0), lambda z: 1.0 * (z > 0), 0.0),
+    "silu": (
+        lambda z: z / (1 + np.exp(-z)),
+        lambda z: (1 + z * (1 - 1 / (1 + np.exp(-z)))) / (1 + np.exp(-z)),
+        0.5,
+    ),
     # (it runs in place of "none")
     "none": (lambda z: z if z else np.inf, lambda z: 1.0 if z else np.inf, 0.0),
 }

@@ -32,6 +32,13 @@ grid_wait = instruction("griddepcontrol.wait;")
 registers_few = instruction("setmaxnreg.dec.sync.aligned.u32 40;", kind="convergent")
 registers_many = instruction("setmaxnreg.inc.sync.aligned.u32 232;", kind="convergent")
 
+
+def registers_of(count: int, more: bool) -> Any:
+    """``registers()``: a group's threads have so many from here on, more or fewer than before."""
+    how = "inc" if more else "dec"
+    return instruction(f"setmaxnreg.{how}.sync.aligned.u32 {count};", kind="convergent")
+
+
 # --- the copy engine (TMA) ------------------------------------------------------------------------
 #: 9.7.9.27.1.2, cp.async.bulk.tensor: a box of a tensor at (inner, outer, place) into shared
 #: memory; the mbarrier counts its bytes. What lies outside the tensor is zero.
@@ -64,13 +71,16 @@ copy_fence = instruction("fence.proxy.async.shared::cta;")
 
 
 # --- matrices of a warp ---------------------------------------------------------------------------
-def store_matrix(builder: Any, address: Any, words: Sequence[Any], turned: bool = False) -> None:
+def store_matrix(
+    builder: Any, address: Any, words: Sequence[Any], turned: bool = False, more: int = 0
+) -> None:
     """stmatrix.x4, .trans where `turned` (9.7.14.5.16): four 8 x 8 matrices of 16-bit values.
 
-    Lane l gives the address of row l % 8 of matrix l // 8.
+    Lane l gives the address of row l % 8 of matrix l // 8, which is `more` bytes further.
     """
     trans = ".trans" if turned else ""
-    text = f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [$0], {{$1, $2, $3, $4}};"
+    at = f"[$0+{more}]" if more else "[$0]"
+    text = f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {at}, {{$1, $2, $3, $4}};"
     emit(builder, text, "", "rrrrr", [address, *words], "convergent")
 
 
@@ -84,13 +94,14 @@ matrix_store_turned = intrinsic_of(
 )  # fmt: skip
 
 
-def load_matrix(builder: Any, address: Any, turned: bool) -> list[Any]:
+def load_matrix(builder: Any, address: Any, turned: bool, more: int = 0) -> list[Any]:
     """ldmatrix.x4, .trans where `turned` (9.7.14.5.15): four 8 x 8 matrices of 16-bit values.
 
-    Lanes 8 i to 8 i + 7 give the rows' addresses of matrix i.
+    Lanes 8 i to 8 i + 7 give the rows' addresses of matrix i, which are `more` bytes further.
     """
     trans = ".trans" if turned else ""
-    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    at = f"[$4+{more}]" if more else "[$4]"
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, {at};"
     # reads shared memory: ordered by the clobber after copies and barriers
     found: list[Any] = emit(builder, text, "rrrr", "r", [address], "convergent")
     return found
@@ -390,7 +401,7 @@ def group_products(
     `others` in `more`, behind the `second`. Words are the lower ones of X's and Y's descriptors, of
     one product after the other.
     """
-    count, extra = (max(at + p.sums for p, at in own) for own in (products, others))
+    count, extra = (max((at + p.sums for p, at in own), default=0) for own in (products, others))
     every = [*products, *((p, count + at) for p, at in others)]
     text = _group_text(kind, every, count + extra)
 

@@ -287,6 +287,11 @@ shuffle_xor = instruction(
 #: 9.7.9.6, shfl.sync.idx: lane 0's value for all of a warp, of which the compiler then knows that
 #: they have one: what is computed of it is computed once, in registers of a warp
 same = instruction("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "r", "r", "warp")
+#: 9.7.9.6, shfl.sync.idx: the value of a lane. Of a thread's own it is what it was, which the
+#: assembler does not know: it is computed there, and what is added to it is an offset of an access
+value_of_lane = instruction(
+    "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "r", "rr", "convergent"
+)
 #: 9.7.6.3, selp: one of two values, without a branch
 select = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $3, 0; selp.f32 $0, $1, $2, p; }", "f", "ffp", "pure"

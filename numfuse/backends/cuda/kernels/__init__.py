@@ -17,6 +17,7 @@
   gradients, and the products of warps whose rows stay in registers
 - `network_groups`, `network_groups_backward`, `network_wide_backward`, `network_panels`: these by
   warp groups with wgmma, and its factors in shared memory
+- `network_apart_backward`: these gradients, where one warp group has all of their sums
 - `planes`: the parts of a sum over K that is cut, and the epilogue behind them
 - `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
 """

@@ -142,13 +142,27 @@ def _poke_real(builder, at, value):
     write_vector(builder, at, 0, [value])
 
 
+def _poke_zeros(builder, at):
+    write_vector(builder, at, 0, [I32(0)] * 4)
+
+
 def _peek_reals(builder, at):
     return read_vector(builder, at, 0, F32, 2)
 
 
-#: A word of shared memory; write one; write a float32; read two neighbours of these.
+def _peek_bias(builder, at, place):
+    # (as text: no register is made of the place)
+    text = f"ld.shared.v2.f32 {{$0, $1}}, [$2+{32 * place}];"
+    return emit(builder, text, "ff", "r", [at], "memory")
+
+
+#: Two neighbours among float32, so many times 8 of them further.
+peek_bias = intrinsic_of("peek_bias", "", "rn", _peek_bias, "ff")
+#: A word of shared memory; write one; write four of 0; write a float32; read two neighbours of
+#: these.
 peek_word = intrinsic_of("peek_word", "", "r", _peek_word, "r")
 poke_word = intrinsic_of("poke_word", "", "rr", _poke_word)
+poke_zeros = intrinsic_of("poke_zeros", "", "r", _poke_zeros)
 poke_real = intrinsic_of("poke_real", "", "rf", _poke_real)
 peek_reals = intrinsic_of("peek_reals", "", "r", _peek_reals, "ff")
 

@@ -48,19 +48,19 @@ from numfuse.backends.cuda.kernels.network_passes import width_of
 
 # --- rows of x and of the cotangents --------------------------------------------------------------
 # What follows is bound once for x and once for the cotangents. UNITS of a row, of UNIT values, are
-# numbered as if they were a power of two, of SPREAD_BITS.
+# numbered as if they were a power of two, of SPREAD_BITS. TEAM threads bring TEAM_ROWS rows.
 def fetch_rows(raw, to, u, x: Rows, first, count):
     """Begin to bring a tile's rows, from `first` on, to shared memory.
 
     16 bytes are copied there by themselves; single values are loaded, and stored by `settle_rows`.
     """
     for k in unrolled(PER_THREAD):
-        i = u + 128 * k
+        i = u + TEAM * k
         row = i >> SPREAD_BITS
         unit = i & ((1 << SPREAD_BITS) - 1)
         begin_at = x.address + least(first + row, count - 1) * (x.row * 2)
         if UNIT == 8:
-            if row < 64 and unit < UNITS:
+            if row < TEAM_ROWS and unit < UNITS:
                 at = to + panel_place(row, unit * 8, 64, SIDE_WIDTH)
                 COPY(at, begin_at + unit * 16, 16 * (first + row < count))
         else:
@@ -71,10 +71,10 @@ def settle_rows(raw, to, u, first, count):
     """Store what `fetch_rows` loaded, 0 behind the last row."""
     if UNIT == 1:
         for k in unrolled(PER_THREAD):
-            i = u + 128 * k
+            i = u + TEAM * k
             row = i >> SPREAD_BITS
             unit = i & ((1 << SPREAD_BITS) - 1)
-            if row < 64 and unit < UNITS:
+            if row < TEAM_ROWS and unit < UNITS:
                 at = to + panel_place(row, unit, 64, SIDE_WIDTH)
                 poke_bits(at, word_if(first + row < count, raw[k]))
 
@@ -111,6 +111,21 @@ def clear_rows(base, lane, row, end):
 
 
 # --- a tile ---------------------------------------------------------------------------------------
+def give(low, high, near, width):
+    """Return two values that a hidden layer gives, from column `near`, and their slopes.
+
+    Of relu these are no slopes.
+    """
+    if RECTIFIED:
+        word = RECTIFY(inside(low, near, width, 0), inside(high, near, width, 1))
+        return word, word
+    low, low_slope = ACTIVATE(low)
+    high, high_slope = ACTIVATE(high)
+    word = PACK(inside(low, near, width, 0), inside(high, near, width, 1))
+    slopes = PACK(inside(low_slope, near, width, 0), inside(high_slope, near, width, 1))
+    return word, slopes
+
+
 def ahead(sums, left, bent, at, to, slopes, near, width):
     """Make what a hidden layer gives, and leave it and the slopes in shared memory."""
     for j in unrolled(WIDTH // 16):
@@ -118,45 +133,36 @@ def ahead(sums, left, bent, at, to, slopes, near, width):
             for r in unrolled(2):
                 AT = (2 * j + h) * 4 + 2 * r
                 COLUMN = 16 * j + 8 * h
-                if RECTIFIED:
-                    low = inside(sums[AT], near, width, COLUMN)
-                    high = inside(sums[AT + 1], near, width, COLUMN + 1)
-                    left[4 * j + 2 * h + r] = RECTIFY(low, high)
-                else:
-                    low, low_slope = ACTIVATE(sums[AT])
-                    high, high_slope = ACTIVATE(sums[AT + 1])
-                    low = inside(low, near, width, COLUMN)
-                    high = inside(high, near, width, COLUMN + 1)
-                    low_slope = inside(low_slope, near, width, COLUMN)
-                    high_slope = inside(high_slope, near, width, COLUMN + 1)
-                    left[4 * j + 2 * h + r] = PACK(low, high)
-                    bent[2 * h + r] = PACK(low_slope, high_slope)
+                words = give(sums[AT], sums[AT + 1], near + COLUMN, width)
+                left[4 * j + 2 * h + r] = words[0]
+                if not RECTIFIED:
+                    bent[2 * h + r] = words[1]
         poke_fragment((at ^ (32 * j)) + to, left, 4 * j)
         if not RECTIFIED:
             poke_fragment((at ^ (32 * j)) + slopes, bent, 0)
 
 
-def back(sums, left, bent, at, values, to):
-    """Make the gradients by a hidden layer's sums of those by what it gives, its `values`.
+def bend(low, high, kept):
+    """Return two gradients by a hidden layer's sums: `kept` are slopes, or what relu gives."""
+    if RECTIFIED and BY_WORDS:
+        return TIMES(PACK(low, high), ONES_ABOVE(kept))
+    if RECTIFIED:
+        ones = ONES_ABOVE(kept)
+        return PACK(low * LOW(ones), high * HIGH(ones))
+    return PACK(low * LOW(kept), high * HIGH(kept))
 
-    They replace the slopes.
+
+def back(sums, left, bent, at, kept, to):
+    """Make the gradients by a hidden layer's sums of those by what it gives.
+
+    `kept` are its slopes, which the gradients may replace, or of relu what it gives.
     """
     for j in unrolled(WIDTH // 16):
-        if RECTIFIED:
-            peek_fragment((at ^ (32 * j)) + values, bent, 0)
-        else:
-            peek_fragment((at ^ (32 * j)) + to, bent, 0)
+        peek_fragment((at ^ (32 * j)) + kept, bent, 0)
         for h in unrolled(2):
             for r in unrolled(2):
                 AT = (2 * j + h) * 4 + 2 * r
-                if RECTIFIED and BY_WORDS:
-                    word = TIMES(PACK(sums[AT], sums[AT + 1]), ONES_ABOVE(bent[2 * h + r]))
-                elif RECTIFIED:
-                    ones = ONES_ABOVE(bent[2 * h + r])
-                    word = PACK(sums[AT] * LOW(ones), sums[AT + 1] * HIGH(ones))
-                else:
-                    slope = bent[2 * h + r]
-                    word = PACK(sums[AT] * LOW(slope), sums[AT + 1] * HIGH(slope))
+                word = bend(sums[AT], sums[AT + 1], bent[2 * h + r])
                 left[4 * j + 2 * h + r] = word
         poke_fragment((at ^ (32 * j)) + to, left, 4 * j)
 
@@ -320,6 +326,7 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
         FETCH_POINTS(raw, next_x, u, points, first + step, count)
         fetch_commit()
         keep, slopes = base + LEFT_AT, base + RIGHT_AT
+        kept = keep if RECTIFIED else slopes
         ahead(sums, left, bent, at, keep, slopes, near, width_of(0))
         for layer in range(1, COUNT - 1):
             begin(sums, bias + layer * (WIDTH * 4))
@@ -334,11 +341,11 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
         warp_barrier()
         MULTIPLY_LAST_BACK(sums, descriptor(tail_at, ALONG), tail_back)
         to = (COUNT - 2) * TILE_BYTES
-        back(sums, left, bent, at, keep + to, slopes + to)
+        back(sums, left, bent, at, kept + to, slopes + to)
         for layer in range(COUNT - 2, 0, -1):
             MULTIPLY_BACK(sums, left, inner_back + (layer - 1) * (WIDTH * WIDTH * 2 // 16))
             to = (layer - 1) * TILE_BYTES
-            back(sums, left, bent, at, keep + to, slopes + to)
+            back(sums, left, bent, at, kept + to, slopes + to)
         if MOVES:
             MULTIPLY_MOVED(sums, left, head_back)
             write_points_gradient(sums, lane, moved, first + row, count)

@@ -118,17 +118,20 @@ def place_of_fragment(lane, row, box):
     return at ^ ((at >> 3) & (2 * box - 16))
 
 
-def _poke_fragment(builder, at, words, first):
-    store_matrix(builder, at, read_registers(builder, words, first, 4))
+def _poke_fragment(builder, at, words, first, more=0):
+    store_matrix(builder, at, read_registers(builder, words, first, 4), more=1024 * more)
 
 
-def _peek_fragment(builder, at, words, first):
-    write_registers(builder, words, first, load_matrix(builder, at, False))
+def _peek_fragment(builder, at, words, first, more=0):
+    write_registers(builder, words, first, load_matrix(builder, at, False, 1024 * more))
 
 
 #: ``poke(at, words, first)``: four words of an array to shared memory; ``peek`` reads them back.
+#: ``poke_beyond(at, words, first, more)``: so many KiB further, of which no register is made.
 poke_fragment = intrinsic_of("poke_fragment", "", "ran", _poke_fragment)
 peek_fragment = intrinsic_of("peek_fragment", "", "ran", _peek_fragment)
+poke_beyond = intrinsic_of("poke_beyond", "", "rann", _poke_fragment)
+peek_beyond = intrinsic_of("peek_beyond", "", "rann", _peek_fragment)
 
 
 # --- an activation by words -----------------------------------------------------------------------
@@ -159,6 +162,37 @@ def ones_above(dtype: str) -> Any:
         return emit(builder, text, "r", "r", [word])
 
     return intrinsic_of("ones_above", text, "r", body, "r")
+
+
+@functools.cache
+def keep_bits(dtype: str) -> Any:
+    """``bits(found, word, place)``: of both values of a word, whether it is greater than 0.
+
+    These are bits `place` and `place` + 16 beside those that were found: set (9.7.7.2, 9.7.4.1).
+    """
+    kind = KINDS[dtype]
+
+    def body(builder, found, word, place):
+        text = (
+            f"{{ .reg .b32 z; mov.b32 z, 0; set.gt.u32.{kind}x2 z, $2, z;"
+            f" and.b32 z, z, {65537 << place}; or.b32 $0, $1, z; }}"
+        )
+        return emit(builder, text, "r", "rr", [found, word])
+
+    return intrinsic_of("keep_bits", kind, "rrn", body, "r")
+
+
+def _where_bits(builder, found, word, place):
+    text = (
+        f"{{ .reg .b32 s; shl.b32 s, $1, {15 - place}; prmt.b32 s, s, 0, {0xBB99};"
+        " and.b32 $0, $2, s; }"
+    )
+    return emit(builder, text, "r", "rr", [found, word])
+
+
+#: ``word(found, word, place)``: the values of a word whose bits of `keep_bits` are set, 0 for the
+#: others: a byte's sign is repeated (prmt, 9.7.9.7)
+where_bits = intrinsic_of("where_bits", "", "rrn", _where_bits, "r")
 
 
 def _times(builder, x, y):

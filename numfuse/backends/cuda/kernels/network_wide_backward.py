@@ -177,6 +177,7 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
         bias = memory + BIAS_AT[0] + near * 4
         base = memory + GROUPS_AT + group * GROUP_BYTES
         keep, slopes, tail_at = base + LEFT_AT, base + RIGHT_AT, base + TAIL_AT
+        kept = keep if RECTIFIED else slopes
         first = block_first + group * 64
         FETCH_POINTS(raw, base, u, points, first, count)
         FETCH_COTANGENTS(raw_tail, tail_at, u, cotangents, first, count)
@@ -205,7 +206,7 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
         for h in unrolled(HIDDEN // 64):
             MULTIPLY_LAST_BACK(sums, descriptor(tail_at, ALONG), tail_back + h * TAIL_STEP)
             more = (COUNT - 2) * TILE_BYTES + h * PANEL_BYTES
-            back(sums, left, bent, at, keep + more, slopes + more)
+            back(sums, left, bent, at, kept + more, slopes + more)
         share(group)
         for layer in range(COUNT - 2, 0, -1):
             weights = inner_back + (layer - 1) * (HIDDEN * HIDDEN * 2 // 16)
@@ -213,7 +214,7 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
             for h in unrolled(HIDDEN // 64):
                 MULTIPLY_BACK(sums, rows, weights + h * BACK_STEP)
                 more = (layer - 1) * TILE_BYTES + h * PANEL_BYTES
-                back(sums, left, bent, at, keep + more, slopes + more)
+                back(sums, left, bent, at, kept + more, slopes + more)
             share(group)
         if MOVES:
             MULTIPLY_MOVED(sums, descriptor(slopes, ALONG), head_back)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from numfuse.backends.cuda.compile import accesses
-from numfuse.backends.cuda.compile.engines import Factor, GroupProduct
+from numfuse.backends.cuda.compile.engines import Factor, GroupProduct, registers_of
 from numfuse.backends.cuda.compile.intrinsics import dynamic_shared
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels import network_fragments as fragments
@@ -20,7 +20,7 @@ from numfuse.backends.cuda.kernels.network_panels import (
 )
 
 if TYPE_CHECKING:
-    from numfuse.backends.cuda.plan.group_sizes import GroupSizes, WideSizes
+    from numfuse.backends.cuda.plan.group_sizes import ApartSizes, GroupSizes, WideSizes
     from numfuse.backends.cuda.plan.program import View
 
 #: A word of two ones.
@@ -133,6 +133,49 @@ def group_back_bindings(s: GroupSizes, dtype: str) -> dict[str, Any]:
     }
 
 
+def apart_back_bindings(s: ApartSizes, dtype: str) -> dict[str, Any]:
+    """Return what the kernel is bound to whose sums of gradients are one group's."""
+    first, inner, last = s.padded
+    hidden, _ = across(GROUP_ROWS, inner, GROUP_ROWS)
+    cotangents, _ = across(GROUP_ROWS, s.tail_width, GROUP_ROWS)
+    points, _ = across(GROUP_ROWS, s.x_width, GROUP_ROWS)
+    tail = along(inner, last)[0]
+
+    def added(layer: int, left: Factor, right: Factor) -> Any:
+        return products_of(
+            dtype, ((GroupProduct(s.total_columns[layer], left, right, True), 0),), ()
+        )
+
+    def kib(places: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(at // panels.ALIGNED for at in places)
+
+    return group_back_bindings(s, dtype) | {
+        "MULTIPLY_FIRST": group_bindings(s, dtype, False)["MULTIPLY_FIRST"],
+        "MULTIPLY_LAST_BACK": product_of(dtype, GroupProduct(inner, None, tail, False)),
+        "ADD_FIRST": added(0, hidden, points),
+        "ADD": added(1, hidden, hidden),
+        "ADD_LAST": added(s.count - 1, cotangents, hidden),
+        "GIVEN": max(first, last) // 4,
+        "X_BOX": panels.box_of(s.x_width),
+        "TAIL_BOX": panels.box_of(s.tail_width),
+        "MASKS": s.masks,
+        "FEW": s.few,
+        # (relu's values of the last hidden layer are 16 registers more in its product)
+        "LEFT_IS_KEPT": not s.keeps_slopes and not s.few,
+        "NEXT_IS_SPARE": s.next_is_spare,
+        "VALUES_KIB": kib(s.values_at),
+        "SLOPES_KIB": kib(s.slopes_at),
+        "KEPT_KIB": kib(s.slopes_at if s.keeps_slopes else s.values_at),
+        "GRADIENTS_KIB": kib(s.gradients_at),
+        "FULL_AT": s.full_at,
+        "REGISTERS_MORE": registers_of(s.registers[1], True),
+        "REGISTERS_FEWER": registers_of(s.registers[0], False),
+        "FETCH_WAIT_FIRST": accesses.fetch_wait(1),
+        "KEEP_BITS": panels.keep_bits(dtype),
+        "WHERE_BITS": panels.where_bits,
+    }
+
+
 def wide_back_bindings(s: WideSizes, dtype: str) -> dict[str, Any]:
     """Return what the kernel of the gradients of 128 columns is bound to.
 
@@ -195,8 +238,8 @@ def _each(x: View) -> tuple[int, int, int]:
     return unit, bits, max(1, (GROUP_ROWS << bits) // 128)
 
 
-def group_rows(end: str, x: View, width: int) -> dict[str, Any]:
-    """Return how a group brings rows of x ("POINTS"), or cotangents, to shared memory."""
+def group_rows(end: str, x: View, width: int, warps: int = 4) -> dict[str, Any]:
+    """Return how rows of x ("POINTS"), or cotangents, come to shared memory, by so many warps."""
     unit, bits, each = _each(x)
     names = {
         "UNIT": unit,
@@ -204,6 +247,8 @@ def group_rows(end: str, x: View, width: int) -> dict[str, Any]:
         "SPREAD_BITS": bits,
         "PER_THREAD": each,
         "SIDE_WIDTH": width,
+        "TEAM": 32 * warps,
+        "TEAM_ROWS": GROUP_ROWS // 4 * warps,
         "COPY": accesses.fetch16,
     }
     return {
@@ -213,10 +258,13 @@ def group_rows(end: str, x: View, width: int) -> dict[str, Any]:
     }
 
 
-def fits(x: View, grad: View) -> bool:
-    """Return whether the gradients' kernel takes arrays of these strides and alignments."""
+def fits(x: View, grad: View, most: int = _PER_THREAD) -> bool:
+    """Return whether the gradients' kernel takes arrays of these strides and alignments.
+
+    `most`: of values that a thread loads one by one.
+    """
     ends = [(_unit(y), _each(y)[2]) for y in (x, grad)]
-    return not any(unit == 1 and each > _PER_THREAD for unit, each in ends)
+    return not any(unit == 1 and each > most for unit, each in ends)
 
 
 def moves_pairs(x: View) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels.network_layers import MOST_LAYERS
@@ -27,6 +27,11 @@ _GROUPS, _BACK_GROUPS = 6, 4
 _SHARING_GROUPS = 3
 #: Registers of a thread beside sums and rows: addresses, descriptors, what an activation needs.
 _OTHERS = 44
+#: Registers of a thread with rows and of one with sums, where these are one group's, by the groups
+#: beside it: together those that the block has at its launch, or the group with sums would wait for
+#: ever. And of the latter, those beside sums; and what is too few of the former to keep more there.
+_APART_REGISTERS = {2: ((152, 200), (136, 232)), 3: ((104, 200), (96, 224))}
+_ADDING, _FEW = 32, 96
 #: Columns that the tensor cores add to a product at least: one of them is of ones.
 _ONES = 8
 
@@ -150,6 +155,11 @@ class GroupSizes(HalfSizes):
         return self.groups if self.shared else 1
 
     @property
+    def planes(self) -> int:
+        """Return how many sums of all gradients a block has."""
+        return 1 if self.shared else self.groups
+
+    @property
     def totals_at(self) -> tuple[int, ...]:
         """Return the first of each layer's sums among those of a thread that has them."""
         found = []
@@ -167,6 +177,86 @@ class GroupSizes(HalfSizes):
     def sums(self) -> int:
         """Return the sums of a thread's rows in one product."""
         return max(self.padded[:2]) // 2
+
+
+@dataclass(frozen=True)
+class ApartSizes(GroupSizes):
+    """How warp groups run a backward of which one more has all sums of gradients.
+
+    `warps` are those of all groups, `groups` those that take rows.
+    """
+
+    #: Whether relu's slopes are bits in registers.
+    masks: bool = False
+    #: Whether slopes are kept in shared memory.
+    keeps_slopes: bool = False
+    #: Whether the last hidden layer's gradients lie where the next rows of x will.
+    next_is_spare: bool = False
+
+    @property
+    def groups(self) -> int:
+        return self.warps // 4 - 1
+
+    @property
+    def values_at(self) -> tuple[int, ...]:
+        """Return where what each hidden layer gives lies in a group's part."""
+        return tuple(self.left_at + i * self.tile_bytes for i in range(self.count - 1))
+
+    @property
+    def right_at(self) -> int:
+        """Return where the gradients by the last hidden layer's sums begin, if in no other place.
+
+        Slopes of the other hidden layers are behind them.
+        """
+        return self.left_at + (self.count - 1) * self.tile_bytes
+
+    @property
+    def slopes_at(self) -> tuple[int, ...]:
+        """Return where each hidden layer's slopes lie: the last one's are replaced."""
+        last = self.count - 2
+        more = (*range(1, last + 1), 0)
+        return tuple(self.right_at + i * self.tile_bytes for i in more)
+
+    @property
+    def gradients_at(self) -> tuple[int, ...]:
+        """Return where the gradients by each hidden layer's sums lie.
+
+        The last ones where the next rows of x will, if so, which are those of one of two places.
+        """
+        return *self.values_at[1:], 0 if self.next_is_spare else self.right_at
+
+    @property
+    def group_bytes(self) -> int:
+        tiles = self.count - 1 if self.keeps_slopes else 1 - self.next_is_spare
+        return self.right_at + tiles * self.tile_bytes
+
+    @property
+    def full_at(self) -> int:
+        """Return where mbarriers begin, two for each group and layer."""
+        return self.ones_at + self.ones_bytes
+
+    @property
+    def taken(self) -> int:
+        return self.full_at + 2 * 8 * self.groups * self.count
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Return the registers of a thread that has rows, and of one that has sums."""
+        kinds = _APART_REGISTERS[self.groups]
+        return next((k for k in kinds if self.totals + _ADDING <= k[1]), kinds[-1])
+
+    @property
+    def few(self) -> bool:
+        """Return whether a thread with rows has no register to spare."""
+        return self.registers[0] <= _FEW
+
+    @property
+    def tasks(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(range(self.count)),)
+
+    @property
+    def planes(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True)
@@ -221,6 +311,42 @@ def wide_sizes_of(info: DeviceInfo, widths: tuple[int, ...]) -> GroupSizes | Non
     made = WideSizes(widths, padded, 1, 8, 1, 2 * GROUP_ROWS, False, True)
     ones = _ONES // 2 * made.count
     return _first(info, [(made, made.totals + ones + made.sums + _PANEL // 4 + _OTHERS)])
+
+
+class Apart(NamedTuple):
+    """A backward whose sums of gradients one group has for `groups` others, where that fits."""
+
+    groups: int
+    #: Whether relu's slopes are bits in registers, where they are kept at all.
+    masks: bool = False
+
+
+@functools.lru_cache(maxsize=256)
+def apart_sizes_of(
+    info: DeviceInfo,
+    widths: tuple[int, ...],
+    padded: tuple[int, int, int],
+    rectified: bool,
+    how: Apart,
+) -> ApartSizes | None:
+    """Return how groups run a backward whose sums are one group's; None: they do not."""
+    first, inner, last = padded
+    if info.capability[0] != 9 or inner != _PANEL or max(first, last) > _BACK_ENDS:
+        return None
+    if not 3 <= len(widths) - 1:
+        return None
+    made = ApartSizes(
+        widths, padded, 1, 4 * (how.groups + 1), 1, GROUP_ROWS * how.groups, False, False,
+        rectified and how.masks, not rectified,
+    )  # fmt: skip
+    found = [made]
+    if rectified and made.x_bytes == made.tile_bytes and first == widths[0] and made.count >= 4:
+        found.append(replace(made, next_is_spare=True))
+    for s in found:
+        s = replace(s, masks=s.masks and not s.few)
+        if s.totals + _ADDING <= s.registers[1] and s.taken <= info.shared_per_block:
+            return s
+    return None
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,6 +20,8 @@ from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
 from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels import network_fragments as fragments
 from numfuse.backends.cuda.kernels.elementwise import formula
+from numfuse.backends.cuda.kernels.network_apart_backward import APART_BACKWARD
+from numfuse.backends.cuda.kernels.network_apart_backward import backward as apart_backward
 from numfuse.backends.cuda.kernels.network_groups import GROUP_FORWARD
 from numfuse.backends.cuda.kernels.network_groups import forward as group_forward
 from numfuse.backends.cuda.kernels.network_groups_backward import GROUP_BACKWARD
@@ -35,6 +37,7 @@ from numfuse.backends.cuda.kernels.network_half_backward import HALF_BACKWARD, b
 from numfuse.backends.cuda.kernels.network_wide_backward import WIDE_BACKWARD
 from numfuse.backends.cuda.kernels.network_wide_backward import backward as wide_backward
 from numfuse.backends.cuda.plan.group_networks import (
+    apart_back_bindings,
     fits,
     group_back_bindings,
     group_bindings,
@@ -43,8 +46,11 @@ from numfuse.backends.cuda.plan.group_networks import (
     wide_back_bindings,
 )
 from numfuse.backends.cuda.plan.group_sizes import (
+    Apart,
+    ApartSizes,
     GroupSizes,
     WideSizes,
+    apart_sizes_of,
     group_sizes_of,
     half_sizes_of,
 )
@@ -61,11 +67,21 @@ if TYPE_CHECKING:
 
 #: Whether warp groups with wgmma run what they can on Hopper; else mma.sync does.
 GROUPS = os.environ.get("NUMFUSE_CUDA_NETWORKS") != "mma.sync"
+#: How a backward by warp groups has its sums of gradients apart from rows, where it can; None: each
+#: group, or the groups of a block together, have their own.
+APART: Apart | None = None
 #: Values that a thread brings to shared memory together.
 _HELD = 8
 #: Registers of a thread for rows that are loaded a tile ahead, at most: two pieces of 16 rows with
 #: 64 columns, which are 32, spill with three blocks of 168.
 _AHEAD = 16
+#: ... one by one of x, or of the cotangents, where the sums of gradients are another group's.
+_APART_LOADS = 4
+
+
+def switches() -> tuple[bool, Apart | None]:
+    """Return what says by which kernels networks run."""
+    return GROUPS, APART
 
 
 def _value(activation: Activation) -> Any:
@@ -216,6 +232,9 @@ def _chosen(info: DeviceInfo, dtype: str, p: NetworkProblem, x: View, end: View)
     groups = group_sizes_of(info, s.widths, s.padded, p.backward) if GROUPS else None
     if groups is None or (p.backward and not fits(x, end)):
         return s
+    if p.backward and APART and fits(x, end, _APART_LOADS):
+        rectified = p.activation is get("relu")
+        return apart_sizes_of(info, s.widths, s.padded, rectified, APART) or groups
     return groups
 
 
@@ -282,17 +301,22 @@ def _record_gradients(
     if isinstance(s, GroupSizes):
         bindings |= group_bindings(s, dtype, p.activation is get("relu"))
         bindings["MOVES_PAIRS"] = moves_pairs(d_x)
-        bindings |= group_rows("POINTS", x, s.x_width)
-        bindings |= group_rows("COTANGENTS", grad, s.tail_width)
-        if isinstance(s, WideSizes):
+        apart = isinstance(s, ApartSizes)
+        warps = 1 if apart else 4
+        bindings |= group_rows("POINTS", x, s.x_width, warps)
+        bindings |= group_rows("COTANGENTS", grad, s.tail_width, warps)
+        if isinstance(s, ApartSizes):
+            bindings |= apart_back_bindings(s, dtype)
+            template, schema = apart_backward, APART_BACKWARD
+        elif isinstance(s, WideSizes):
             bindings |= wide_back_bindings(s, dtype)
             template, schema = wide_backward, WIDE_BACKWARD
         else:
             bindings |= group_back_bindings(s, dtype)
             template, schema = group_backward, GROUP_BACKWARD
-        kind = "network backward wgmma"
+        kind = "network backward apart" if apart else "network backward wgmma"
         how["feature"] = "a"
-        parts = grid if s.shared else grid * s.groups
+        parts = grid * s.planes
     else:
         bindings |= _back_bindings(s, dtype)
         bindings["PUT_MOVED"] = side("MOVED", s, dtype, d_x, s.padded[0])["PUT_MOVED"]
