@@ -5,6 +5,8 @@
     python asv_benches/networks_gpu.py --no-compile               without torch.compile
     python asv_benches/networks_gpu.py --kernels                  numfuse's kernels alone: both of a
                                                                   network in 16 bits, as graphs
+    python asv_benches/networks_gpu.py --kernels --ways           also other ways of a backward
+                                                                  by wgmma (also with --check)
     python asv_benches/networks_gpu.py --check                    results beside float64's, at few
                                                                   and many rows
     python asv_benches/networks_gpu.py --dry                      without a GPU: the rows, what they
@@ -198,16 +200,42 @@ def by_warps(run: Run) -> Run:
     return call
 
 
-def kernels(net: Network) -> dict[str, Callable[[], Run]]:
+#: Ways of a backward by wgmma, beside the rule's: so many groups with rows to one that has all sums
+#: of gradients (0: each group has its own), and whether relu's slopes are bits in registers.
+WAYS = {"0": (0, False), "2": (2, False), "3": (3, False), "3 bits": (3, True)}
+
+
+def by_way(run: Run, way: tuple[int, bool]) -> Run:
+    """The same call with a way of the backward by wgmma; where it cannot, the rule's."""
+    from numfuse.backends.cuda.plan import half_networks
+    from numfuse.backends.cuda.plan.group_sizes import Apart
+
+    def call() -> Any:
+        rule = half_networks.APART
+        half_networks.APART = Apart(*way) if way[0] else None
+        try:
+            return run()
+        finally:
+            half_networks.APART = rule
+
+    return call
+
+
+def kernels(net: Network, ways: bool = False) -> dict[str, Callable[[], Run]]:
     """Return what makes numfuse's contestants alone."""
     from jets_gpu import graphed
 
     ours = net.value if net.row.what == "inference" else net.step
-    return {
+    found: dict[str, Callable[[], Run]] = {
         "numfuse": lambda: ours,
         "numfuse graphed": lambda: graphed(ours),
         "numfuse mma.sync, graphed": lambda: graphed(by_warps(ours)),
     }
+    if ways and net.row.what == "inference":
+        return found
+    for name, way in WAYS.items() if ways else ():
+        found[f"numfuse apart {name}, graphed"] = lambda way=way: graphed(by_way(ours, way))
+    return found
 
 
 def contestants(net: Network, compiles: bool) -> dict[str, Callable[[], Run]]:
@@ -319,7 +347,7 @@ CHECKED = (
 )
 
 
-def check(only: Sequence[str], rows: int = 1 << 17) -> bool:
+def check(only: Sequence[str], ways: bool, rows: int = 1 << 17) -> bool:
     """Compare numfuse's results with float64's, and with its own of a second call."""
     import torch
 
@@ -332,18 +360,23 @@ def check(only: Sequence[str], rows: int = 1 << 17) -> bool:
                 continue
             net, wide = Network(row), Network(row, wide=True)
             value, exact = flat(wide.plain(wide.x, wide.weights, wide.biases)), exact_of(row)
-            first, again = flat(net.step()), flat(net.step())
-            same = all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-            own = error_of(net.value(), value), error_of(first, exact)
+            own = error_of(net.value(), value)
             # Some roundings to 2^-9 or 2^-12, and relu's jumps where one moves a sum's sign: as
             # many as PyTorch's layers have, by which the gradients are judged.
             theirs = error_of(net.autograd(net.plain)(), exact)
             bound = 0.04 if dtype == "bfloat16" else 0.006
-            passed = same and own[0] < bound and own[1] < max(bound, 1.5 * theirs)
-            good = good and passed
-            word = "right" if passed else "WRONG"
-            told = f"{own[0]:.1e}, {own[1]:.1e} (PyTorch {theirs:.1e}), {same=}"
-            print(f"{word} {row}: errors {told}", flush=True)
+            steps = {"": net.step}
+            if ways:
+                steps |= {f", apart {name}": by_way(net.step, way) for name, way in WAYS.items()}
+            for name, step in steps.items():
+                first, again = flat(step()), flat(step())
+                same = all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+                error = error_of(first, exact)
+                passed = same and own < bound and error < max(bound, 1.5 * theirs)
+                good = good and passed
+                word = "right" if passed else "WRONG"
+                told = f"{own:.1e}, {error:.1e} (PyTorch {theirs:.1e}), {same=}"
+                print(f"{word} {row}{name}: errors {told}", flush=True)
     return good
 
 
@@ -356,7 +389,7 @@ def measure(row: Row, args: argparse.Namespace, limits: tuple[float, float]) -> 
     net, exact = Network(row), exact_of(row)
     runs: dict[str, Run] = {}
     told: dict[str, tuple[float, float, str]] = {}
-    made = kernels(net) if args.kernels else contestants(net, args.compile)
+    made = kernels(net, args.ways) if args.kernels else contestants(net, args.compile)
     for name, make in made.items():
         try:
             run = make()
@@ -429,6 +462,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10, help="between two events")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--kernels", action="store_true", help="numfuse's contestants alone")
+    parser.add_argument("--ways", action="store_true", help="with --kernels or --check: all ways")
     parser.add_argument("--check", action="store_true", help="compare results, and time nothing")
     parser.add_argument("--bandwidth", type=float, help="GB/s")
     parser.add_argument("--arithmetic", type=float, help="TFLOP/s")
@@ -441,7 +475,7 @@ def main() -> None:
         name = torch.cuda.get_device_name()
         print(f"{name}, PyTorch {torch.__version__}, NumPy {np.__version__}")
     if args.check:
-        raise SystemExit(0 if check(args.only) else 1)
+        raise SystemExit(0 if check(args.only, args.ways) else 1)
     known = next((y for x, y in LIMITS.items() if x in name), LIMITS["H100"])
     limits = (
         args.bandwidth * 1e9 if args.bandwidth else known[0],
