@@ -85,7 +85,7 @@ def test_packed_a_is_a(fmt, kind):
         for k in depths(r.vl):
             x = small_integers(rng, (rows, k), DTYPES[fmt])
             view = laid_out(x, kind)
-            panels = -(-rows // r.mr)
+            panels = -(-rows // r.held_rows)
             size = k * r.panel_rows + r.vl  # the overhang that the docstring allows
             panel = size + 16
             target = np.full(FENCE + panels * panel + FENCE, -77.0, acc)
@@ -95,9 +95,10 @@ def test_packed_a_is_a(fmt, kind):
             )  # fmt: skip
             for i in range(panels):
                 at = FENCE + i * panel
-                live = min(r.mr, rows - i * r.mr)
+                first = i * r.held_rows
+                live = min(r.held_rows, rows - first)
                 got = target[at : at + k * r.panel_rows].reshape(k, r.panel_rows)[:, :live]
-                np.testing.assert_array_equal(got, x[i * r.mr : i * r.mr + live].T)
+                np.testing.assert_array_equal(got, x[first : first + live].T)
                 assert (target[at + size : at + panel] == -77).all(), (rows, k)
             assert (target[:FENCE] == -77).all() and (target[-FENCE:] == -77).all(), (rows, k)
 
@@ -113,8 +114,9 @@ def test_packed_b_is_b(fmt, kind):
         for k in depths(r.vl):
             x = small_integers(rng, (k, columns), DTYPES[fmt])
             view = laid_out(x, kind)
-            panels = -(-columns // r.nr)
-            panel = k * r.nr + tiling.LINE // r.itemsize
+            width = r.panel_columns
+            panels = -(-columns // width)
+            panel = k * width + tiling.LINE // r.itemsize
             target = np.full(FENCE + panels * panel + FENCE, -77.0, acc)
             pack(
                 address(view), *view.strides, columns, k,
@@ -122,32 +124,44 @@ def test_packed_b_is_b(fmt, kind):
             )  # fmt: skip
             for j in range(panels):
                 at = FENCE + j * panel
-                live = min(r.nr, columns - j * r.nr)
-                got = target[at : at + k * r.nr].reshape(k, r.nr)[:, :live]
-                np.testing.assert_array_equal(got, x[:, j * r.nr : j * r.nr + live])
-                assert (target[at + k * r.nr : at + panel] == -77).all(), (columns, k)
+                live = min(width, columns - j * width)
+                got = target[at : at + k * width].reshape(k, width)[:, :live]
+                np.testing.assert_array_equal(got, x[:, j * width : j * width + live])
+                assert (target[at + k * width : at + panel] == -77).all(), (columns, k)
             assert (target[:FENCE] == -77).all() and (target[-FENCE:] == -77).all(), (columns, k)
 
 
-def one_tile(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table):
-    MICROKERNEL(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table)
+def one_tile(
+    rows, columns, k, a, a_next, b, b_step, b_next, before, before_step, c, c_step, first, table
+):  # fmt: skip
+    MICROKERNEL(
+        rows, columns, k, a, a_next, b, b_step, b_next, before, before_step, c, c_step, first, table
+    )  # fmt: skip
 
 
 @functools.cache
 def tile(acc: str) -> Callable[..., None]:
     r = library.registers(acc)
     made = microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT)
-    run = specialise.entry(one_tile, types.void(*[types.int64] * 12), MICROKERNEL=made)
+    run = specialise.entry(one_tile, types.void(*[types.int64] * 14), MICROKERNEL=made)
 
-    def call(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first):
+    def call(rows, columns, a, b, before, before_step, c, c_step, first):
+        """Call the micro-kernel on panels of A (count, k, rows), and of B (count, k, columns)."""
         table = np.zeros(2 * protocol.STREAM_COUNT, np.int64)
-        table[::2] = a  # requests that rest where they are
+        table[::2] = address(a)  # requests that rest where they are
         run(
-            rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, address(table)
+            rows, columns, a.shape[1], address(a), a.strides[0],
+            address(b), b.strides[1], b.strides[0],
+            before, before_step, c, c_step, first, address(table),
         )  # fmt: skip
-        assert (table[::2] == a).all() and (table[1::2] == 0).all()
+        assert (table[::2] == address(a)).all() and (table[1::2] == 0).all()
 
     return call
+
+
+def unpacked(panels: np.ndarray) -> np.ndarray:
+    """Return panels (count, k, lines) as (k, all lines)."""
+    return np.concatenate(list(panels), axis=1)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -156,18 +170,23 @@ def test_a_tile_is_the_product_and_nothing_else_is_written(acc, in_place):
     r = library.registers(acc)
     rng = np.random.default_rng(2)
     for k in (1, 2, r.vl + 1):
-        a = small_integers(rng, (k, r.panel_rows), np.dtype(acc))
-        b = small_integers(rng, (k, r.nr + (5 if in_place else 0)), np.dtype(acc))
+        down, across = r.tiles
+        a = small_integers(rng, (down, k, r.panel_rows), np.dtype(acc))
+        if in_place:
+            matrix = small_integers(rng, (k, r.nr + 5), np.dtype(acc))
+            b = matrix[:, : r.nr].reshape(k, across, r.panel_columns).swapaxes(0, 1)
+            assert np.shares_memory(b, matrix)
+        else:
+            b = small_integers(rng, (across, k, r.panel_columns), np.dtype(acc))
+        left, right = unpacked(a[:, :, : r.held_rows]), unpacked(b)
         for rows in range(1, r.mr + 1):
             for columns in (r.vl, r.nr):
                 c = np.full((r.mr + 4, r.nr + 2 * r.vl), 99, acc)
                 inside = c[2 : 2 + rows, r.vl : r.vl + columns]
-                product = a[:, :rows].T @ b[:, :columns]
+                product = left[:, :rows].T @ right[:, :columns]
                 for times in (1, 2):  # written, then added to
-                    tile(acc)(
-                        rows, columns, k, address(a), address(b), b.strides[0],
-                        address(inside), c.strides[0], address(inside), c.strides[0], times == 1,
-                    )  # fmt: skip
+                    place = address(inside), c.strides[0]
+                    tile(acc)(rows, columns, a, b, *place, *place, times == 1)
                     np.testing.assert_array_equal(inside, times * product)
                 inside[...] = 99
                 assert (c == 99).all(), (k, rows, columns)
@@ -178,16 +197,15 @@ def test_an_edge_has_the_bits_of_an_interior_tile(acc):
     r = library.registers(acc)
     rng = np.random.default_rng(3)
     k = 77
-    a, b = (rng.standard_normal((k, size)).astype(acc) for size in (r.panel_rows, r.nr))
+    panels = zip(r.tiles, (r.panel_rows, r.panel_columns), strict=True)
+    a, b = (rng.standard_normal((count, k, size)).astype(acc) for count, size in panels)
 
     def product(rows: int, columns: int) -> np.ndarray:
         before = np.ones((rows, 2 * columns), acc)
         c = np.ones((rows, columns), acc)
         for first, target in ((1, before), (0, c)):  # the sum goes elsewhere than it comes from
-            tile(acc)(
-                rows, columns, k, address(a), address(b), b.strides[0],
-                address(before), before.strides[0], address(target), target.strides[0], first,
-            )  # fmt: skip
+            places = address(before), before.strides[0], address(target), target.strides[0]
+            tile(acc)(rows, columns, a, b, *places, first)
         return c
 
     whole = product(r.mr, r.nr)
@@ -268,15 +286,15 @@ def test_every_half_is_widened_exactly(fmt):
     conversion(widened_all, fmt)(address(halves), address(got), halves.size)
     assert_same_numbers(got, wanted)
     # Packing widens whole vectors, and masked ones at the edges.
-    r = library.registers("float32")
-    for columns in (r.nr, r.nr - 1):
+    width = library.registers("float32").panel_columns
+    for columns in (width, width - 1):
         k = halves.size // columns
         x = halves[: k * columns].reshape(k, columns)
-        packed = np.empty((k * r.nr + 2 * r.nr,), np.float32)
+        packed = np.empty((k * width + 2 * width,), np.float32)
         called(library.pack_b(fmt, "float32"), 7)(
             address(x), *x.strides, columns, k, address(packed), 0
         )
-        got = np.ascontiguousarray(packed[: k * r.nr].reshape(k, r.nr)[:, :columns])
+        got = np.ascontiguousarray(packed[: k * width].reshape(k, width)[:, :columns])
         assert_same_numbers(got, x.astype(np.float32))
 
 

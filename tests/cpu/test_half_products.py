@@ -106,7 +106,7 @@ def test_packed_halves_are_the_matrix_and_zeros(kind, factor, layout):
 
 def one_tile(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table, scratch):
     OPEN_UNIT(scratch)
-    MICROKERNEL(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table)
+    MICROKERNEL(rows, columns, k, a, 0, b, b_step, 0, before, before_step, c, c_step, first, table)
     CLOSE_UNIT(scratch)
 
 

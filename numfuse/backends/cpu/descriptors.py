@@ -73,9 +73,10 @@ def layout(
     scratch_stride = (t.nc * 8 + line - 1) // line * line + line
     panel_stride = (t.kc * r.panel_rows * r.factor + slack + line - 1) // line * line
     # A group of panels is packed while the group before it is used.
-    count = t.panels if t.panels > 1 else 2 * group if group > 1 else 1
+    down, across = r.tiles
+    count = down * (t.panels if t.panels > 1 else 2 * group if group > 1 else 1)
     # (a product of few rows packs nothing)
-    block_bytes = 0 if t.strips else t.kc * t.nc * r.factor + t.nc // r.nr * line + slack
+    block_bytes = 0 if t.strips else t.kc * t.nc * r.factor + t.nc // r.nr * across * line + slack
     block_stride = (block_bytes + PAGE - 1) // PAGE * PAGE + 5 * line
     strip_stride = t.nc * r.itemsize + line
     strips = t.strips * (t.nc * r.itemsize + 8 * r.vector_bytes) or 2 * r.mr * strip_stride

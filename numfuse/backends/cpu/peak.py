@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import library, protocol
 from numfuse.backends.cpu.llvm import microkernel
 from numfuse.runtime import specialise
@@ -25,8 +26,9 @@ _DEPTH = 256
 
 def peak_loop(repeats: int, k: int, a: int, b: int, c: int, ldc: int, streams: int) -> None:
     """The micro-kernel over and over on panels in level 1: the FMA peak that can be had."""
+    a_next, b_next = k * PANEL_ROWS * SIZE + LINE, k * WIDTH * SIZE + LINE
     for _ in range(repeats):
-        MICROKERNEL(MR, NR, k, a, b, NR * SIZE, c, ldc, c, ldc, 1, streams)
+        MICROKERNEL(MR, NR, k, a, a_next, b, WIDTH * SIZE, b_next, c, ldc, c, ldc, 1, streams)
 
 
 @functools.cache
@@ -38,6 +40,9 @@ def _loop(acc: str) -> Any:
         MICROKERNEL=microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
         MR=r.mr,
         NR=r.nr,
+        PANEL_ROWS=r.panel_rows,
+        WIDTH=r.panel_columns,
+        LINE=tiling.LINE,
         SIZE=r.itemsize,
     )
 

@@ -238,8 +238,11 @@ class Registers:
     held_rows: int = field(init=False, compare=False)
     held_vectors: int = field(init=False, compare=False)
     nr: int = field(init=False, compare=False)
-    #: Rows that a packed panel of A has room for: whole vectors where that wastes little, so that
-    #: packing writes whole lines (14 values to 16: measured 0.2 against 0.4 cycles each).
+    #: Columns of a packed panel of B: those of a register tile.
+    panel_columns: int = field(init=False, compare=False)
+    #: Rows that a packed panel of A has room for, which are those of a register tile: whole vectors
+    #: where that wastes little, so that packing writes whole lines (14 values to 16: measured 0.2
+    #: against 0.4 cycles each).
     panel_rows: int = field(init=False, compare=False)
     #: Rows of a chunk of the column sums.
     chunk: int = field(init=False, compare=False)
@@ -258,13 +261,15 @@ class Registers:
         tiles = self.kind == "amx" or parts > 1
         down, across = self.tiles
         vl = self.vector_bytes // self.itemsize
-        whole = round_up(self.mr, vl)
+        height, width = self.mr // down, self.vectors // across
+        whole = round_up(height, vl)
         derived = {
             "vl": vl,
-            "held_rows": self.mr // down,
-            "held_vectors": self.vectors // across,
+            "held_rows": height,
+            "held_vectors": width,
+            "panel_columns": width * vl,
             "nr": self.vectors * vl,
-            "panel_rows": whole if 7 * whole <= 8 * self.mr and not tiles else self.mr,
+            "panel_rows": whole if 7 * whole <= 8 * height and not tiles else height,
             "chunk": (CHUNK_TILES_AMX if tiles else CHUNK_TILES) * self.mr,
             "k_step": K_STEPS[self.kind],
             "factor": self.itemsize if self.kind == "fma" else 2 * parts,

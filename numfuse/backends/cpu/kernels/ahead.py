@@ -42,7 +42,7 @@ def plan_ahead(
     c[N_DEPTH] = min(d[D_KC], d[D_K] - pc)
     c[N_COLUMNS] = min(d[D_NC], j1 - jc)
     steps = (c[N_DEPTH] + K_STEP - 1) // K_STEP
-    c[N_PANEL] = steps * K_STEP * NR * FACTOR + LINE
+    c[N_PANEL] = steps * K_STEP * WIDTH * FACTOR + LINE
     # By rows where they are contiguous in memory, else by panels of columns.
     if d[D_B_BY_ROWS] != 0:
         c[N_SLICES] = steps
@@ -51,9 +51,9 @@ def plan_ahead(
         c[N_LINE_STEP] = d[D_B_K]
         c[N_SHARE] = c[N_COLUMNS] * d[D_B_COLUMN] // requests + 1
     else:
-        c[N_SLICES] = (c[N_COLUMNS] + NR - 1) // NR
+        c[N_SLICES] = (c[N_COLUMNS] + WIDTH - 1) // WIDTH
         c[N_LINES] = c[N_COLUMNS]
-        c[N_AHEAD] = NR
+        c[N_AHEAD] = WIDTH
         c[N_LINE_STEP] = d[D_B_COLUMN]
         c[N_SHARE] = c[N_DEPTH] * d[D_B_K] // requests + 1
 
@@ -74,10 +74,10 @@ def pack_ahead(descriptor: int, context: int) -> None:
         packed = packed * K_STEP
         at, columns = c[N_SOURCE] + packed * d[D_B_K], c[N_COLUMNS]
         depth = min(slices * K_STEP, c[N_DEPTH] - packed)
-        target = c[N_TARGET] + packed * NR * FACTOR
+        target = c[N_TARGET] + packed * WIDTH * FACTOR
     else:
-        at = c[N_SOURCE] + packed * NR * d[D_B_COLUMN]
-        columns = min(slices * NR, c[N_COLUMNS] - packed * NR)
+        at = c[N_SOURCE] + packed * WIDTH * d[D_B_COLUMN]
+        columns = min(slices * WIDTH, c[N_COLUMNS] - packed * WIDTH)
         depth, target = c[N_DEPTH], c[N_TARGET] + packed * c[N_PANEL]
     CALL_PACK_B(d[D_PACK_B], at, d[D_B_K], d[D_B_COLUMN], columns, depth, target, c[N_PANEL])
 

@@ -56,10 +56,10 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
             descriptor, s, a_base + pc * d[D_A_K], b_base + pc * b_k + jc * b_column
         )
         packed_b = workspace + d[D_BLOCK] + t % 2 * d[D_BLOCK_STRIDE]
-        b_panel = steps * K_STEP * NR * FACTOR + LINE
+        b_panel = steps * K_STEP * WIDTH * FACTOR + LINE
         first = s == 0 and pc == 0
         last = s == d[D_SUM_SIZE] - 1 and pc + depth == k
-        packed = jc > j0 and d[D_PANELS] * MR >= i1 - i0
+        packed = jc > j0 and d[D_PANELS] * HEIGHT >= i1 - i0
         # Where B is read in place, only a last narrow panel is packed: a micro-kernel reads whole
         # vectors.
         in_place = columns // NR if direct else 0
@@ -82,9 +82,10 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
             for tile in range(tiles):
                 j = tile * NR
                 if tile < in_place:
-                    b_tile, b_step = b_at + j * SIZE, b_k
+                    b_tile, b_step, b_next = b_at + j * SIZE, b_k, WIDTH * SIZE
                 else:
-                    b_tile, b_step = packed_b + (tile - in_place) * b_panel, NR * SIZE
+                    b_tile = packed_b + (tile - in_place) * ACROSS * b_panel
+                    b_step, b_next = WIDTH * SIZE, b_panel
                 if not packed:
                     ASK_PANELS(descriptor, context, a_at, i + MR, i1, depth, tile, requests)
                 ASK_B(context)
@@ -95,8 +96,10 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                     columns - j,
                     steps,
                     panel,
+                    d[D_PANEL_STRIDE],
                     b_tile,
                     b_step,
+                    b_next,
                     tile_at,
                     NR * SIZE,
                     strip + j * SIZE if last else tile_at,
@@ -145,12 +148,12 @@ def panel(
     d = WORDS(descriptor)
     panels, stride, group = context + d[D_PANEL], d[D_PANEL_STRIDE], d[D_GROUP]
     index = (i - i0) // MR
-    found = panels + index % d[D_PANELS] * stride
+    found = panels + index * DOWN % d[D_PANELS] * stride
     if packed:
-        half = (depth + K_STEP - 1) // K_STEP * K_STEP * PANEL_ROWS * FACTOR // 2
+        half = (depth + K_STEP - 1) // K_STEP * K_STEP * PANEL_ROWS * FACTOR * DOWN // 2
         share = half // (tiles * requests) + 1
-        ASK(context, FOR_A, found + stride, share)
-        ASK(context, FOR_A + 1, found + stride + half, share)
+        ASK(context, FOR_A, found + DOWN * stride, share)
+        ASK(context, FOR_A + 1, found + DOWN * stride + half, share)
     elif index % group == 0:
         a_row, rows = d[D_A_ROW], group * MR
         if group > 1 and i > i0:
@@ -158,8 +161,8 @@ def panel(
         else:
             at, count = a_at + i * a_row, min(rows, i1 - i)
             CALL_PACK_A(d[D_PACK_A], at, a_row, d[D_A_K], count, depth, found, stride)
-        target = panels + (index + group) % d[D_PANELS] * stride
-        ASK(context, FOR_PANELS, target, stride // (tiles * requests) + 1)
+        target = panels + (index + group) * DOWN % d[D_PANELS] * stride
+        ASK(context, FOR_PANELS, target, DOWN * stride // (tiles * requests) + 1)
         if group > 1:
             source, count = a_at + (i + rows) * a_row, min(rows, i1 - i - rows)
             PLAN_GROUP(context, source, target, count, depth, group * tiles)

@@ -137,6 +137,10 @@ def _gemm_cell(acc: str, kind: str, fmt: str, turned: bool) -> specialise.Kernel
         "STREAM_COUNT": protocol.STREAM_COUNT,
         "LINE": tiling.LINE,
         "NR": r.nr,
+        "HEIGHT": r.held_rows,
+        "WIDTH": r.panel_columns,
+        "DOWN": r.tiles[0],
+        "ACROSS": r.tiles[1],
         "SIZE": r.itemsize,
         "CALL_PACK_A": intrinsics.make_call(7),
         "CALL_PACK_B": intrinsics.make_call(7),
@@ -394,7 +398,7 @@ def pack_a(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
     if kind in tiling.PARTS:
         return specialise.kernel(parts.pack_parts_a, **_split_names(r))
     if kind == "dot":
-        names = _pairs_names(r, r.panel_rows, r.mr)
+        names = _pairs_names(r, r.panel_rows, r.held_rows)
         packed = specialise.device(packing.pack_pairs, **names)
         return specialise.kernel(packing.pack_pairs_a, PACK_PAIRS=packed)
     if kind == "amx":
@@ -412,13 +416,13 @@ def pack_a(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
         ITEM=vectors.itemsize(fmt),
         SIZE=r.itemsize,
         VL=r.vl,
-        MR=r.mr,
+        HEIGHT=r.held_rows,
         PANEL_ROWS=r.panel_rows,
-        HIGH_ROWS=(r.mr - 1) // r.vl * r.vl,
-        COPY_ROWS=moves.make_copy_rows(fmt, acc, r.vl, r.mr),
+        HIGH_ROWS=(r.held_rows - 1) // r.vl * r.vl,
+        COPY_ROWS=moves.make_copy_rows(fmt, acc, r.vl, r.held_rows),
         COPY_LANES=moves.make_copy_lanes(fmt, acc, r.vl),
         COPY_ONE=moves.make_copy_one(fmt, acc),
-        TRANSPOSE=moves.make_transpose(fmt, acc, r.vl, min(r.vl, r.mr)),
+        TRANSPOSE=moves.make_transpose(fmt, acc, r.vl, min(r.vl, r.held_rows)),
     )
 
 
@@ -428,16 +432,17 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
     if kind in tiling.PARTS:
         return specialise.kernel(parts.pack_parts_b, **_split_names(r))
     if kind != "fma":
-        return specialise.kernel(packing.pack_pairs, **_pairs_names(r, r.nr, r.nr))
+        names = _pairs_names(r, r.panel_columns, r.panel_columns)
+        return specialise.kernel(packing.pack_pairs, **names)
     return specialise.kernel(
         packing.pack_b,
         ITEM=vectors.itemsize(fmt),
         SIZE=r.itemsize,
         VL=r.vl,
-        NR=r.nr,
+        WIDTH=r.panel_columns,
         COPY_LANES=moves.make_copy_lanes(fmt, acc, r.vl),
         COPY_ONE=moves.make_copy_one(fmt, acc),
-        COPY_PANEL_ROW=moves.make_copy_rows(fmt, acc, r.vl, r.nr),
+        COPY_PANEL_ROW=moves.make_copy_rows(fmt, acc, r.vl, r.panel_columns),
         TRANSPOSE_B=moves.make_transpose(fmt, acc, r.vl, r.vl),
     )
 

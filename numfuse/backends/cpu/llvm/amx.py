@@ -127,10 +127,13 @@ def make_tile_kernel(fmt: str, r: Registers, streams: int) -> Any:
 
     `k` counts steps of 32 values, `a` is a panel of tiles (`packing.pack_tiles`), `b` one of pairs
     (`packing.pack_pairs`).  Sums start from ``before`` instead of being added to it.  Whole tiles
-    are written, whatever `rows` is: 16 rows or 32, 16 columns or 32.
+    are written, whatever `rows` is: 16 rows or 32, 16 columns or 32; no other tile follows in a
+    call.
     """
 
-    def body(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, *args: ir.Value) -> None:
+    def body(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, *given: ir.Value) -> None:
+        k, a, _, b, b_step, _, *others = given
+        args = k, a, b, b_step, *others
         end = builder.append_basic_block("tiles.end")
         selector = builder.add(
             builder.select(builder.icmp_signed(">", rows, I64(_ROWS)), I64(2), I64(0)),
@@ -148,4 +151,4 @@ def make_tile_kernel(fmt: str, r: Registers, streams: int) -> Any:
         builder.position_at_end(end)
 
     key = f"{fmt},{r.mr},{r.nr},{r.requests},{streams}"
-    return address_intrinsic("tile_kernel", key, 12, body)
+    return address_intrinsic("tile_kernel", key, 14, body)

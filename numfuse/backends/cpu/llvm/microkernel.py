@@ -222,18 +222,19 @@ def _store(
 
 @functools.cache
 def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
-    """``run(rows, columns, k, a, b, b_step, before, before_step, c, c_step, first, table)``.
+    """``run(rows, columns, k, *factors, before, before_step, c, c_step, first, table)``.
 
-    One output tile, 1 <= k <= 2 CHAIN:
+    The factors are ``a, a_next, b, b_step, b_next``. One output tile, 1 <= k <= 2 CHAIN:
 
     ``c[i, j] = sum_p a[p * PANEL_ROWS + i] * (b + p * b_step)[j]`` (`first` != 0), else this plus
     ``before[i, j]``, for ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns; of a register
     tile that begins within vl columns of the last of `columns` only the first vl, and of one that
-    begins behind it nothing. `a` is a packed panel, `b` a packed panel or rows of a matrix; steps
-    are in bytes.  `table` holds an address and a step for each of `streams` streams of requests to
-    the caches, and takes the addresses where they ended: every S-th update asks for the next
-    address of stream i.  The order of summation of an element is the same in every variant: an edge
-    has an interior tile's bits.
+    begins behind it nothing. `a` is a packed panel, `b` a packed panel or rows of a matrix, both of
+    the first register tile; those of the tile below and of the tile beside begin `a_next` and
+    `b_next` further on. Steps are in bytes.  `table` holds an address and a step for each of
+    `streams` streams of requests to the caches, and takes the addresses where they ended: every
+    S-th update asks for the next address of stream i.  The order of summation of an element is the
+    same in every variant: an edge has an interior tile's bits.
     """
     height, width = r.held_rows, r.held_vectors
 
@@ -259,18 +260,19 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
             room.align = r.vector_bytes
         spare = builder.ptrtoint(room, I64)
         # Down first: a tile below takes the same columns of B, which may still be in level 1.
-        k, a, b, b_step, before, before_step, c, c_step, first, table = args
+        k, a, a_next, b, b_step, b_next, before, before_step, c, c_step, first, table = args
         with _counted(builder, columns, width * r.vl, r.nr) as (j, across):
             wide = builder.icmp_signed(">", across, I64(r.vl))
             beside = builder.mul(j, I64(r.itemsize))
+            row = builder.add(b, builder.mul(builder.udiv(j, I64(width * r.vl)), b_next))
             with _counted(builder, rows, height, r.mr) as (i, down):
                 low = builder.icmp_signed("<", down, I64(height))
                 places = [
                     builder.add(builder.add(place, beside), builder.mul(i, step))
                     for place, step in ((before, before_step), (c, c_step))
                 ]
-                panel = builder.add(a, builder.mul(i, I64(r.itemsize)))
-                given = (k, panel, builder.add(b, beside), b_step, places[0], before_step)
+                panel = builder.add(a, builder.mul(builder.udiv(i, I64(height)), a_next))
+                given = (k, panel, row, b_step, places[0], before_step)
                 one(
                     builder,
                     spare,
@@ -282,7 +284,7 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
     if r.lanes and r.panel_rows % r.vl:
         raise ValueError(f"panel_rows must be a multiple of vl = {r.vl}, got {r.panel_rows}")
     form = f"{r.mr},{r.panel_rows},{r.vectors},{r.vl},{r.lanes},{r.tiles}"
-    return address_intrinsic("microkernel", f"{acc},{r.kind},{form},{streams},{CHAIN}", 12, body)
+    return address_intrinsic("microkernel", f"{acc},{r.kind},{form},{streams},{CHAIN}", 14, body)
 
 
 @contextlib.contextmanager

@@ -217,7 +217,9 @@ def make_split_kernel(r: Registers, streams: int, emulated: bool, turned: bool =
     zero and then added to ``before``. Those of a transpose (`turned`) have the bits of the others.
     """
 
-    def body(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, *args: ir.Value) -> None:
+    def body(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, *given: ir.Value) -> None:
+        k, a, _, b, b_step, _, *others = given
+        args = k, a, b, b_step, *others
         scratch = builder.ptrtoint(stack(builder, 8 * TILE), I64)
         unit = tiles_of(builder, "tdpbf16ps", emulated)
         end = builder.append_basic_block("parts.end")
@@ -237,4 +239,4 @@ def make_split_kernel(r: Registers, streams: int, emulated: bool, turned: bool =
         builder.position_at_end(end)
 
     key = f"{r.kind},{r.mr},{r.nr},{r.requests},{streams},{emulated},{turned}"
-    return address_intrinsic("split_kernel", key, 12, body)
+    return address_intrinsic("split_kernel", key, 14, body)
