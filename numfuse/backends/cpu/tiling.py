@@ -161,6 +161,12 @@ THIN_VECTORS = 24
 #: other products of more rows are packed. Measured on Zen 5 with 5 to 12 rows: a larger B takes
 #: 0.52 to 0.99 of the time of packed products, one of 300 x 300 in float32, read in place, 1.35.
 THIN_SHARE = BLOCK_SHARE
+#: Bytes of vectors with which packing itself asks for the lines of the source, and how many rows of
+#: B, or columns of A, ahead. A call of the micro-kernel makes four tiles there, and blocks of B are
+#: narrow where level 2 is small: one line of the source is asked for behind a call, and 4 to 28 are
+#: packed. Measured on Zen 3, one thread: a block of B in half of the time, of A in a third, whole
+#: products 2 to 5% faster; 4, 16 and 32 rows even or slower.
+PACKED_WITH_REQUESTS, PACKED_AHEAD = (32,), 8
 #: Elements of a result up to which each is a sum by itself, of any K and from DOT_DEEP values on:
 #: lanes of vectors are columns, so one column has one chain at a time, and each multiply-add waits
 #: for the one before. And the blocks of K whose chains run side by side. (Zen 5, float32, all in

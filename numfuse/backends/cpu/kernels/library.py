@@ -392,6 +392,12 @@ def _split_names(r: tiling.Registers) -> dict[str, Any]:
     }
 
 
+def _prefetch(r: tiling.Registers) -> Any:
+    """Return how packing asks for rows ahead of time, if it does."""
+    ahead = r.vector_bytes in tiling.PACKED_WITH_REQUESTS
+    return intrinsics.make_prefetch() if ahead else intrinsics.make_nothing()
+
+
 @functools.cache
 def pack_a(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
     r = registers(acc, kind)
@@ -418,6 +424,9 @@ def pack_a(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
         VL=r.vl,
         HEIGHT=r.held_rows,
         PANEL_ROWS=r.panel_rows,
+        LINE=tiling.LINE,
+        AHEAD=tiling.PACKED_AHEAD,
+        PREFETCH=_prefetch(r),
         HIGH_ROWS=(r.held_rows - 1) // r.vl * r.vl,
         COPY_ROWS=moves.make_copy_rows(fmt, acc, r.vl, r.held_rows),
         COPY_LANES=moves.make_copy_lanes(fmt, acc, r.vl),
@@ -440,6 +449,8 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
         SIZE=r.itemsize,
         VL=r.vl,
         WIDTH=r.panel_columns,
+        AHEAD=tiling.PACKED_AHEAD,
+        PREFETCH=_prefetch(r),
         COPY_LANES=moves.make_copy_lanes(fmt, acc, r.vl),
         COPY_ONE=moves.make_copy_one(fmt, acc),
         COPY_PANEL_ROW=moves.make_copy_rows(fmt, acc, r.vl, r.panel_columns),

@@ -9,7 +9,8 @@ Rapids); a row-major panel of A (fourteen streams) at 80-87% on the latter.
 Three cases an operand: one of its two strides is one element (vector copies or register
 transposes), or neither (element by element).  Free names in UPPER case are bound by
 `numfuse.runtime.specialise`: ITEM, SIZE bytes of a stored and of an accumulator element, VL lanes
-of a vector, HEIGHT, WIDTH the lines of a panel, PANEL_ROWS what HEIGHT rows take.
+of a vector, HEIGHT, WIDTH the lines of a panel, PANEL_ROWS what HEIGHT rows take; PREFETCH, which
+may do nothing, asks for what is read AHEAD rows or columns later.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def pack_a(
         for p in range(k):
             at = source + p * k_stride
             place = target + p * PANEL_ROWS * SIZE
+            for line in range(0, rows * ITEM, LINE):
+                PREFETCH(at + line + AHEAD * k_stride)
             for i in range(0, rows - HEIGHT + 1, HEIGHT):
                 COPY_ROWS(at + i * ITEM, place + i // HEIGHT * panel)
             rest = rows // HEIGHT * HEIGHT
@@ -83,6 +86,7 @@ def pack_b(
             place = target + p * WIDTH * SIZE
             for j in range(full):
                 COPY_PANEL_ROW(row + j * WIDTH * ITEM, place + j * panel)
+                PREFETCH(row + j * WIDTH * ITEM + AHEAD * k_stride)
             for j in range(0, rest, VL):
                 at = row + (full * WIDTH + j) * ITEM
                 COPY_LANES(at, place + full * panel + j * SIZE, rest - j)

@@ -14,6 +14,7 @@ from numfuse.backends.cpu.llvm.vectors import (
     I64,
     address_intrinsic,
     call,
+    prefetch,
     stack,
     typed_intrinsic,
 )
@@ -55,6 +56,16 @@ def make_call_number() -> Any:
 def make_nothing() -> Any:
     """``nothing(address)``: for a name that only other kinds of kernel need."""
     return address_intrinsic("nothing", "", 1, lambda builder, address: None)
+
+
+@functools.cache
+def make_prefetch(level: int = 2) -> Any:
+    """``prefetch(address)``: ask for a line into a level of the cache."""
+
+    def body(builder: ir.IRBuilder, address: ir.Value) -> None:
+        prefetch(builder, address, level)
+
+    return address_intrinsic("prefetch", str(level), 1, body)
 
 
 @functools.cache
