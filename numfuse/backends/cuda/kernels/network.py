@@ -187,13 +187,13 @@ def fetch_cotangents(memory, t, ends: Members, network, first, count):
 
 
 # --- the kernel -----------------------------------------------------------------------------------
-# Where a thread's part begins. On tensor cores a warp has DOWN rows and SPAN columns of sums. Lane
+# Where a thread's part begins. On tensor cores a warp has WARP_ROWS rows and SPAN columns. Lane
 # 4 g + s has rows of its warp from DEALT g on, columns of the other factor from there on, k from
 # DEALT s on, and sums of columns from NEAR s on.
 def own_row(t):
     """Return the first row of a thread's sums, and the first of its warp's."""
     if TENSOR:
-        warp = (t >> 5) // (WIDTH // SPAN) * DOWN
+        warp = (t >> 5) // (WIDTH // SPAN) * WARP_ROWS
         return warp + ((t & 31) >> 2) * DEALT, warp
     if LANES:
         warp = (t >> 5) // (ACROSS // 4) * (8 * MR)

@@ -44,7 +44,7 @@ def own_square(t):
     u = t % TEAM
     if TENSOR:
         warp = u >> 5
-        return warp // (WIDTH // SPAN) * DOWN, warp % (WIDTH // SPAN) * SPAN
+        return warp // (WIDTH // SPAN) * WARP_ROWS, warp % (WIDTH // SPAN) * SPAN
     if SQUARE_LANES:
         warp = u >> 5
         down = warp // (SQUARE_ACROSS // 4) * 8 + ((u >> 1) & 7)

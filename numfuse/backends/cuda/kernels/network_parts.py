@@ -423,7 +423,7 @@ def bindings(tile: Tile, rows: int, stride: int) -> dict[str, Any]:
     return ring | {
         "WINDOW": dynamic_shared_of,
         "CHUNK": ROWS_TOGETHER,
-        "DOWN": WARP_ROWS,
+        "WARP_ROWS": WARP_ROWS,
         "SPAN": width,
         "NEAR": DEALT,
         "DEALT": DEALT,

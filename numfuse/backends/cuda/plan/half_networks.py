@@ -7,6 +7,7 @@ and a last layer that is a product alone.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from numfuse.backends.cuda.plan.group_sizes import (
     ApartSizes,
     GroupSizes,
     WideSizes,
+    apart_rule,
     apart_sizes_of,
     group_sizes_of,
     half_sizes_of,
@@ -67,9 +69,10 @@ if TYPE_CHECKING:
 
 #: Whether warp groups with wgmma run what they can on Hopper; else mma.sync does.
 GROUPS = os.environ.get("NUMFUSE_CUDA_NETWORKS") != "mma.sync"
-#: How a backward by warp groups has its sums of gradients apart from rows, where it can; None: each
-#: group, or the groups of a block together, have their own.
-APART: Apart | None = None
+#: How a backward by warp groups has its sums of gradients apart from rows, where it can, by its
+#: padded widths, its layers, whether it is of relu and whether it makes d_x; None: each group, or
+#: the groups of a block together, have their own.
+APART: Callable[..., Apart | None] = apart_rule
 #: Values that a thread brings to shared memory together.
 _HELD = 8
 #: Registers of a thread for rows that are loaded a tile ahead, at most: two pieces of 16 rows with
@@ -79,7 +82,7 @@ _AHEAD = 16
 _APART_LOADS = 4
 
 
-def switches() -> tuple[bool, Apart | None]:
+def switches() -> tuple[bool, Callable[..., Apart | None]]:
     """Return what says by which kernels networks run."""
     return GROUPS, APART
 
@@ -232,9 +235,11 @@ def _chosen(info: DeviceInfo, dtype: str, p: NetworkProblem, x: View, end: View)
     groups = group_sizes_of(info, s.widths, s.padded, p.backward) if GROUPS else None
     if groups is None or (p.backward and not fits(x, end)):
         return s
-    if p.backward and APART and fits(x, end, _APART_LOADS):
+    if p.backward and fits(x, end, _APART_LOADS):
         rectified = p.activation is get("relu")
-        return apart_sizes_of(info, s.widths, s.padded, rectified, APART) or groups
+        how = APART(s.padded, s.count, rectified, "d_points" in p.arrays)
+        if how is not None:
+            return apart_sizes_of(info, s.widths, s.padded, rectified, how) or groups
     return groups
 
 

@@ -103,8 +103,8 @@ class Sizes:
     def is_roomy(self) -> bool:
         """Return whether threads have registers for what they multiply next."""
         exact = self.tile.real == "float32" and not (self.tile.tensor or self.tile.slice)
-        few = self.resident * self.threads <= 256
-        return (exact or self.tile.grouped) and few
+        may = self.tile.grouped or (exact and self.resident == 1)
+        return may and self.resident * self.threads <= 256
 
     @property
     def teams(self) -> int:
@@ -279,7 +279,7 @@ def _engine(s: Sizes) -> dict[str, Any]:
         return found | {"CHUNK": tile.few}
     warps = network_warps if tile.tensor == "float64" else network_split
     found |= {"CHUNK": warps.CHUNK, "SPAN": 8 * tile.nr, "DEALT": warps.DEALT}
-    found |= {"DOWN": 32, "NEAR": 2 * warps.DEALT}
+    found |= {"WARP_ROWS": 32, "NEAR": 2 * warps.DEALT}
     found |= warps.bindings(tile)
     return found | network_parts.bindings(tile, s.rows, s.stride) if tile.grouped else found
 
