@@ -404,7 +404,7 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
     from numfuse.backends.cuda import network_tiling
     from numfuse.backends.cuda.call.entry import forget
     from numfuse.backends.cuda.driver.devices import device
-    from numfuse.backends.cuda.plan import networks
+    from numfuse.backends.cuda.plan import network_sizes
 
     x, layers = operands(np.random.default_rng(), points, (2, *sizes[1:]), dtype)
     on = [torch.from_numpy(y).cuda() for y in (x, *[w for w, _ in layers], *[b for _, b in layers])]
@@ -430,7 +430,7 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
             network_tiling.TILES[dtype] = (network_tiling.NetworkTile(*made),)
             first = [network_tiling.NetworkTile(*map(int, there.split(",")))] if there else []
             network_tiling.FORWARDS[dtype] = tuple(first)
-        networks.sizes_of.cache_clear()
+        network_sizes.sizes_of.cache_clear()
         forget(device(0))
         run: Run = ours(points_on, ws, bs, SECOND, burgers_fused)
         ahead: Run = functools.partial(nf.mlp_jet, *jet, keep=True, **how)

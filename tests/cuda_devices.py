@@ -18,9 +18,9 @@ def slices(monkeypatch: Any, values: int) -> None:
     from numfuse.backends.cuda import network_tiling
     from numfuse.backends.cuda.call.entry import forget
     from numfuse.backends.cuda.driver.devices import device
-    from numfuse.backends.cuda.plan import networks
+    from numfuse.backends.cuda.plan import network_sizes
 
     monkeypatch.setattr(network_tiling, "SIMULATED_SLICE", values)
-    networks.sizes_of.cache_clear()
+    network_sizes.sizes_of.cache_clear()
     cuda_values._sizes.cache_clear()
     forget(device(0))

@@ -25,7 +25,7 @@ from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.plan import half_networks
 from numfuse.backends.cuda.plan.group_sizes import half_sizes_of
 from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES, HalfSizes
-from numfuse.backends.cuda.plan.networks import Sizes, sizes_of
+from numfuse.backends.cuda.plan.network_sizes import Sizes, sizes_of
 from numfuse.backends.cuda.plan.product import DeviceInfo
 from numfuse.errors import BackendUnavailable
 from numfuse.operations import Operation

@@ -20,7 +20,7 @@ from numfuse.adapters.signatures import JetSignature, arguments_of
 from numfuse.backends import latest
 from numfuse.backends.cuda.call.entry import run
 from numfuse.backends.cuda.driver.devices import device
-from numfuse.backends.cuda.plan.networks import Sizes, sizes_of
+from numfuse.backends.cuda.plan.network_sizes import Sizes, sizes_of
 from numfuse.operations import Operation
 from numfuse.problem.networks import NetworkProblem
 

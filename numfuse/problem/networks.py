@@ -22,8 +22,9 @@ class NetworkProblem:
     """Arrays by name: points (x), weights_0 and so on, biases_0, the results or their cotangents.
 
     A backward's `flat` has the gradients of weights and biases: on CUDA see
-    `numfuse.backends.cuda.plan.networks.Sizes`, on WebGPU `numfuse.backends.webgpu.lower.networks`,
-    which has those by x too (d_points), and may have d_weights_0 and so on as arrays of their own.
+    `numfuse.backends.cuda.plan.network_sizes.Sizes`, on WebGPU
+    `numfuse.backends.webgpu.lower.networks`, which has those by x too (d_points), and may have
+    d_weights_0 and so on as arrays of their own.
     """
 
     #: Of each layer.

@@ -24,7 +24,8 @@ try:
 
     from numfuse.backends.cuda import network_tiling
     from numfuse.backends.cuda.network_tiling import NetworkTile
-    from numfuse.backends.cuda.plan.networks import network, on_tensor_cores, sizes_of
+    from numfuse.backends.cuda.plan.network_sizes import on_tensor_cores, sizes_of
+    from numfuse.backends.cuda.plan.networks import network
     from numfuse.backends.cuda.plan.program import View
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")

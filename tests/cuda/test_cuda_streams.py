@@ -23,7 +23,7 @@ try:
     from cuda_devices import ADA, AMPERE, HOPPER, TURING
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda.plan import networks
+    from numfuse.backends.cuda.plan import network_sizes, networks
     from numfuse.backends.cuda.plan.program import View
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -69,7 +69,7 @@ class Case:
         self.info = replace(HOPPER, multiprocessors=1)
 
     def sizes(self, backward):
-        return networks.sizes_of(self.info, self.name, self.widths, 0, 0, backward)
+        return network_sizes.sizes_of(self.info, self.name, self.widths, 0, 0, backward)
 
     def run(self, backward):
         """Return the results by name."""
@@ -178,9 +178,9 @@ def in_slices(monkeypatch):
     """A tile whose weights come in slices goes before that which has them whole."""
     tiles = [tile for tile in network_tiling.TILES["float32"] if tile.width != 128 or tile.slice]
     monkeypatch.setitem(network_tiling.TILES, "float32", tuple(tiles))
-    networks.sizes_of.cache_clear()
+    network_sizes.sizes_of.cache_clear()
     yield
-    networks.sizes_of.cache_clear()
+    network_sizes.sizes_of.cache_clear()
 
 
 @pytest.mark.long
@@ -209,7 +209,7 @@ def test_what_is_planned_fits_the_device(info):
         for widths, backward in itertools.product(
             ((2, width, width, 1), (8, *[width] * 7, 8)), (False, True)
         ):
-            s = networks.sizes_of(info, dtype, widths, directions, seconds, backward)
+            s = network_sizes.sizes_of(info, dtype, widths, directions, seconds, backward)
             if s is None:
                 continue
             found.append(s.tile.width)
@@ -234,7 +234,7 @@ def test_what_is_planned_fits_the_device(info):
 def test_a_tile_that_leaves_no_room_for_its_blocks_gives_way():
     """Guards: whole weights, else two blocks with a ring that fits, and none where they do not."""
     found = [
-        networks.sizes_of(HOPPER, "float32", widths, 2, 1, True)
+        network_sizes.sizes_of(HOPPER, "float32", widths, 2, 1, True)
         for widths in ((2, *[128] * 5, 1), (8, *[128] * 4, 8), (8, *[128] * 7, 8))
     ]
     rings = [s and (s.resident, s.threads, s.tile.slice, s.tile.stages) for s in found]

@@ -13,6 +13,8 @@
 - `network_tiles`, `network_warps`, `network_split`, `network_rows`: its products in registers, by
   threads and by warps on tensor cores in float64 and float32, and its formulas there
 - `network_stream`, `network_copies`: its weights in slices, through a ring, and the copies of these
+- `network_parts`, `network_part_sums`: its products in float32 by warp groups with wgmma, of three
+  bfloat16 parts, and what these texts are bound to
 - `network_half`, `network_half_backward`, `network_fragments`: a network's value in 16 bits, its
   gradients, and the products of warps whose rows stay in registers
 - `network_groups`, `network_groups_backward`, `network_wide_backward`, `network_panels`: these by
