@@ -367,3 +367,24 @@ def test_devices_without_these_tensor_cores_multiply_as_ieee(width):
             assert (taken + 1024) * made.resident <= info.shared_per_multiprocessor
     s = sizes_of(HOPPER, "float64", (2, 32, 32, 1), 0, 0, True)
     assert on_tensor_cores(s, HOPPER, "bf16x6", True) is s
+
+
+@pytest.mark.parametrize("info", [AMPERE, HOPPER], ids=lambda info: info.name)
+def test_both_directions_have_the_same_products(info):
+    """Guards: a backward that makes its forward again has the bits of what that would keep."""
+    kinds = set()
+    for width, hidden, ends, counts in itertools.product(
+        (32, 64, 96, 128), (1, 2, 3, 5, 6), ((1, 1), (8, 8), (3, 5)), ((0, 0), (2, 1), (5, 2))
+    ):
+        widths = ends[0], *[width] * hidden, ends[1]
+        found = []
+        for back in (False, True):
+            s = sizes_of(info, "float32", widths, *counts, back)
+            if s is not None:
+                tile = on_tensor_cores(s, info, "bf16x6", back).tile
+                found.append((tile.tensor, tile.grouped))
+        if len(found) == 2:
+            assert found[0] == found[1], (widths, counts)
+            kinds.add(found[0])
+    split = {("bf16x6", False)}
+    assert kinds == (split | {("bf16x6", True), ("", False)} if info is HOPPER else split)

@@ -192,7 +192,8 @@ def _placed(
 def on_tensor_cores(s: Sizes, info: DeviceInfo, precision: str, back: bool) -> Sizes:
     """Return how a block runs a network by products of this precision; its results lie as before.
 
-    Where tensor cores cannot, and of the precisions that have no kernel here, products are IEEE's.
+    Where tensor cores cannot, and of the precisions that have no kernel here, products are IEEE's,
+    forward and backward: what a backward makes again has the bits of what a forward keeps.
     """
     real, width = s.tile.real, s.tile.width
     warps = s.lanes and width % 32 == 0 and info.capability >= (8, 0)
@@ -205,7 +206,9 @@ def on_tensor_cores(s: Sizes, info: DeviceInfo, precision: str, back: bool) -> S
             return made
     if precision == "bf16x6" and info.capability >= (9, 0) and width in network_tiling.SPLIT:
         _, nr, threads, resident, *_ = network_tiling.SPLIT[width]
-    if s.tile.slice:
+    seconds = s.members - 1 - s.directions
+    other = sizes_of(info, real, s.widths, s.directions, seconds, not back, s.own)
+    if s.tile.slice or (other is not None and other.tile.slice):
         return s
     tile = replace(s.tile, nr=nr, across=width // nr, tensor=precision)
     what = s.widths, s.directions, s.members, s.own
@@ -213,15 +216,19 @@ def on_tensor_cores(s: Sizes, info: DeviceInfo, precision: str, back: bool) -> S
 
 
 def _by_groups(s: Sizes, info: DeviceInfo, back: bool) -> Sizes | None:
-    """Return how a block runs a network by products of warp groups; None: it does not fit."""
-    what = s.widths, s.directions, s.members, s.own
-    for each in network_tiling.GROUPED[back]:
-        if each.width != s.tile.width:
-            continue
-        width = each.width
-        kind = Tile("float32", width, width + 4, 8, each.nr, 8, width // each.nr, 4)
-        tile = replace(kind, tensor="bf16x6", slice=each.slice, stages=each.stages, grouped=True)
-        made = _placed(info, tile, each.threads, each.resident, 4, s.lanes, *what, back)
-        if made is not None:
-            return made
-    return None
+    """Return how a block runs a network by products of warp groups; None: it does not fit.
+
+    It must fit a forward and a backward.
+    """
+    found = {}
+    for way, tiles in network_tiling.GROUPED.items():
+        for width, nr, threads, resident, part, stages in tiles:
+            if width != s.tile.width or way in found:
+                continue
+            kind = Tile("float32", width, width + 4, 8, nr, 8, width // nr, 4)
+            tile = replace(kind, tensor="bf16x6", slice=part, stages=stages, grouped=True)
+            how = threads, resident, 4, s.lanes, s.widths, s.directions, s.members, s.own
+            made = _placed(info, tile, *how, way)
+            if made is not None:
+                found[way] = made
+    return found[back] if len(found) == 2 else None
