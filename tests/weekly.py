@@ -22,6 +22,8 @@ SELDOM = (
     "test_warp_groups_take_64_rows_through_all_layers[widths4",
     "test_warp_groups_take_64_rows_through_all_layers[widths5",
     "test_tiles_that_are_not_full_add_nothing[515",
+    "test_one_group_adds_the_gradients_of_all_rows_up[how3",
+    "test_one_group_adds_the_gradients_of_all_rows_up[how5",
     "test_bits_are_the_same_whichever_warps_are_late[how1-widths1-tanh",
     "test_cuda_apart_networks.py::test_several_networks_are_rows_of_the_grid[shared",
     "test_any_networks_by_warp_groups[widths2",
