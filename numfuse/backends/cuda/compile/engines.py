@@ -255,6 +255,28 @@ def multiply(
     return intrinsic_of("multiply", text, "allp", body)
 
 
+def _descriptor(name: str, word: int, offset: int, high: int) -> list[str]:
+    """Return what makes a descriptor of a lower word among the operands, so many bytes further."""
+    return [f"add.s32 w, ${word}, {offset >> 4};", f"mov.b64 {name}, {{w, {high}}};"]
+
+
+def _operands(first: int, count: int) -> str:
+    """Return operands one behind the other."""
+    return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
+
+
+def _half_product(kind: str, columns: int, first: int, x: str, bits: str) -> str:
+    """Return wgmma.mma_async.m64nNk16 of 16 bits, of which the first sum is an operand (9.7.15.5).
+
+    `x` is a descriptor or registers; `bits` say of each descriptor whether it is turned.
+    """
+    sums = _operands(first, columns // 2)
+    return (
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+        f" {sums}, {x}, dy, p, 1, 1{bits};"
+    )
+
+
 def multiply_registers(
     columns: int, products: Sequence[tuple[int, int]], turned: bool, high: int
 ) -> Any:
@@ -266,7 +288,6 @@ def multiply_registers(
     wait.  `turned`, `high`: whether K is not Y's contiguous axis; its descriptor's upper word.
     """
     count, words = columns // 2, max(first for first, _ in products) + 4
-    sums = ", ".join(f"${i}" for i in range(count))
     more = 2 * count
     lines = [
         f"{{ .reg .pred p; .reg .b32 w; .reg .b64 dy; setp.ne.b32 p, ${more + words + 1}, 0;",
@@ -276,13 +297,9 @@ def multiply_registers(
     for number, (first, offset) in enumerate(products):
         if number == 1:
             lines.append("setp.eq.b32 p, 0, 0;")
-        x = ", ".join(f"${more + first + i}" for i in range(4))
-        lines += [
-            f"add.s32 w, ${more + words}, {offset >> 4};",
-            f"mov.b64 dy, {{w, {high}}};",
-            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
-            f" {{{sums}}}, {{{x}}}, dy, p, 1, 1, {int(turned)};",
-        ]
+        lines += _descriptor("dy", more + words, offset, high)
+        x = _operands(more + first, 4)
+        lines.append(_half_product("bf16", columns, 0, x, f", {int(turned)}"))
     # 9.7.15.7.2
     text = "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
@@ -333,25 +350,18 @@ class GroupProduct:
 
         `kind`: "bf16" or "f16".
         """
-        sums = ", ".join(f"${first + i}" for i in range(self.sums))
         found = [f"setp.ne.b32 p, {int(self.added)}, 0;"]
         for step, y_step in enumerate(self.right.steps):
             if step == 1:
                 found.append("setp.eq.b32 p, 0, 0;")
-            found.append(f"add.s32 w, ${word + self.words}, {y_step >> 4};")
-            found.append(f"mov.b64 dy, {{w, {self.right.high}}};")
+            found += _descriptor("dy", word + self.words, y_step, self.right.high)
             bits = f", {int(self.right.turned)}"
             if self.left is None:
-                own = ", ".join(f"${word + 4 * step + i}" for i in range(4))
-                x = f"{{{own}}}"
+                x = _operands(word + 4 * step, 4)
             else:
-                found.append(f"add.s32 w, ${word}, {self.left.steps[step] >> 4};")
-                found.append(f"mov.b64 dx, {{w, {self.left.high}}};")
+                found += _descriptor("dx", word, self.left.steps[step], self.left.high)
                 x, bits = "dx", f", {int(self.left.turned)}{bits}"
-            found.append(
-                f"wgmma.mma_async.sync.aligned.m64n{self.columns}k16.f32.{kind}.{kind}"
-                f" {{{sums}}}, {x}, dy, p, 1, 1{bits};"
-            )
+            found.append(_half_product(kind, self.columns, first, x, bits))
         return found
 
 
@@ -445,20 +455,14 @@ def group_parts(
         "wgmma.fence.sync.aligned;",
     ]
     for p in products:
-        sums = ", ".join(f"${p.sums + i}" for i in range(columns // 2))
-        lines.append(f"add.s32 w, ${2 * count + words}, {p.y >> 4};")
-        lines.append(f"mov.b64 dy, {{w, {right[1]}}};")
+        lines += _descriptor("dy", 2 * count + words, p.y, right[1])
         bits = f", {int(right[0])}"
         if left is None:
-            x = "{" + ", ".join(f"${2 * count + p.x + i}" for i in range(4)) + "}"
+            x = _operands(2 * count + p.x, 4)
         else:
-            lines.append(f"add.s32 w, ${2 * count}, {p.x >> 4};")
-            lines.append(f"mov.b64 dx, {{w, {left[1]}}};")
+            lines += _descriptor("dx", 2 * count, p.x, left[1])
             x, bits = "dx", f", {int(left[0])}{bits}"
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
-            f" {{{sums}}}, {x}, dy, p, 1, 1{bits};"
-        )
+        lines.append(_half_product("bf16", columns, p.sums, x, bits))
     # 9.7.15.7.2; 9.7.15.7.3
     wait = ["wgmma.wait_group.sync.aligned 0;"] * waits
     text = "\n".join([*lines, "wgmma.commit_group.sync.aligned;", *wait, "}"])

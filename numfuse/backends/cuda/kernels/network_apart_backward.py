@@ -51,7 +51,7 @@ from numfuse.backends.cuda.kernels.network_groups_backward import (
     write_points_gradient,
 )
 from numfuse.backends.cuda.kernels.network_half import prepare
-from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps
+from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_rows
 from numfuse.backends.cuda.kernels.network_panels import (
     descriptor,
     peek_beyond,
@@ -351,10 +351,9 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
     barrier_fence()
     copy_fence()
     BARRIER()
-    network = cuda.blockIdx.y * 2
-    points: Rows = Rows(x.address + network * steps.x, x.row, x.column)
-    cotangents: Rows = Rows(grad.address + network * steps.out, grad.row, grad.column)
-    moved: Rows = Rows(d_x.address + network * steps.d_x, d_x.row, d_x.column)
+    points: Rows = own_rows(x, steps.x)
+    cotangents: Rows = own_rows(grad, steps.out)
+    moved: Rows = own_rows(d_x, steps.d_x)
     group = same(t >> 7)
     blocks = cuda.gridsize(1) // THREADS
     if group == GROUPS:

@@ -18,7 +18,7 @@ from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.network_fragments import peek_reals
 from numfuse.backends.cuda.kernels.network_half import inside, prepare
-from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps
+from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_rows
 from numfuse.backends.cuda.kernels.network_panels import descriptor
 from numfuse.backends.cuda.kernels.network_passes import width_of
 
@@ -85,9 +85,8 @@ def forward(x: Rows, layers: Layers, steps: Steps, out: Rows, count):
     prepare(memory, t, layers, steps, held)
     copy_fence()
     BARRIER()
-    network = cuda.blockIdx.y * 2
-    own: Rows = Rows(x.address + network * steps.x, x.row, x.column)
-    to: Rows = Rows(out.address + network * steps.out, out.row, out.column)
+    own: Rows = own_rows(x, steps.x)
+    to: Rows = own_rows(out, steps.out)
     group = same(t >> 7)
     row = ((t >> 5) & 3) * 16
     near = (lane & 3) * 2

@@ -27,7 +27,7 @@ from numfuse.backends.cuda.kernels.network_fragments import (
     word_if,
     word_of,
 )
-from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_layer
+from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_layer, own_rows
 from numfuse.backends.cuda.kernels.network_passes import width_of
 
 
@@ -228,9 +228,8 @@ def forward(x: Rows, layers: Layers, steps: Steps, out: Rows, count):
     lane = t & 31
     prepare(memory, t, layers, steps, held)
     BARRIER()
-    network = cuda.blockIdx.y * 2
-    own: Rows = Rows(x.address + network * steps.x, x.row, x.column)
-    to: Rows = Rows(out.address + network * steps.out, out.row, out.column)
+    own: Rows = own_rows(x, steps.x)
+    to: Rows = own_rows(out, steps.out)
     head = memory + WEIGHTS_AT[0] + place_of_rows(lane, WIDTH + 8)
     inner = memory + WEIGHTS_AT[1] + place_of_rows(lane, WIDTH + 8)
     tail = memory + WEIGHTS_AT[COUNT - 1] + place_of_rows(lane, OUT_WIDTH + 8)

@@ -26,7 +26,7 @@ from numfuse.backends.cuda.kernels.network_fragments import (
     store_real_if,
 )
 from numfuse.backends.cuda.kernels.network_half import column_of, inside, multiply, prepare
-from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps
+from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_rows
 from numfuse.backends.cuda.kernels.network_passes import width_of
 
 
@@ -234,10 +234,9 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
     kind, added, left_at, right_at, row, rows, width, weights_to, bias_to = part_of(warp)
     prepare(memory, t, layers, steps, held)
     BARRIER()
-    network = cuda.blockIdx.y * 2
-    points: Rows = Rows(x.address + network * steps.x, x.row, x.column)
-    cotangents: Rows = Rows(grad.address + network * steps.out, grad.row, grad.column)
-    moved: Rows = Rows(d_x.address + network * steps.d_x, d_x.row, d_x.column)
+    points: Rows = own_rows(x, steps.x)
+    cotangents: Rows = own_rows(grad, steps.out)
+    moved: Rows = own_rows(d_x, steps.d_x)
     g, s = lane >> 2, lane & 3
     bias = memory + BIAS_AT[0] + s * 8
     by_rows = memory + place_of_rows(lane, WIDTH + 8)

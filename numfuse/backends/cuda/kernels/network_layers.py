@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from numfuse.backends.cuda.compile.toolchain import cuda
+
 #: Layers that a kernel has arguments for.
 MOST_LAYERS = 8
 
@@ -118,3 +120,8 @@ def own_layer(layers: Layers, steps: Steps, number, network):
         further, bias_further = step_of(steps, number)
         weights, bias = weights + network * SIZE * further, bias + network * SIZE * bias_further
     return weights, row, column, bias, step
+
+
+def own_rows(rows: Rows, step):
+    """Return the rows of a block's network, in 16 bits: of the next one they are `step` further."""
+    return Rows(rows.address + cuda.blockIdx.y * 2 * step, rows.row, rows.column)

@@ -110,6 +110,20 @@ def open_images(memory, t, image, row, column, rows, columns):
         COMMIT()
 
 
+def next_slice(memory, t, image, number, slices, stage):
+    """Wait for a slice, begin to copy a later one, and return the slice as a factor.
+
+    When all threads are here, the slice before was read: its stage is the next to be filled.
+    """
+    ARRIVED()
+    copy_fence()
+    BARRIER()
+    if number + (STAGES - 1) < slices:
+        copy_image(memory, t, image, number + (STAGES - 1))
+    COMMIT()
+    return descriptor(memory + (WEIGHTS_AT + stage * STAGE) * 4, IMAGE_REST)
+
+
 def multiply_images(total, memory, t, image, row, column, rows, columns, last_row):
     """Add the product of the tile's rows and a layer's weights to the sums.
 
@@ -120,14 +134,8 @@ def multiply_images(total, memory, t, image, row, column, rows, columns, last_ro
     left = left_at(t)
     stage = 0
     for number in range(slices):
-        ARRIVED()
-        copy_fence()
-        BARRIER()
-        if number + (STAGES - 1) < slices:
-            copy_image(memory, t, image, number + (STAGES - 1))
-        COMMIT()
+        y = next_slice(memory, t, image, number, slices, stage)
         SPLIT_ALONG(words, memory, left)
-        y = descriptor(memory + (WEIGHTS_AT + stage * STAGE) * 4, IMAGE_REST)
         MULTIPLY(total, words, y)
         left += SLICE
         stage = stage + 1 if stage < STAGES - 1 else 0
@@ -152,14 +160,8 @@ def multiply_beside(
             load_sums(ahead, sums, kept, point, count)
     stage = 0
     for number in range(WIDTH // SLICE):
-        ARRIVED()
-        copy_fence()
-        BARRIER()
-        if number + (STAGES - 1) < slices:
-            copy_image(memory, t, image + IMAGE_BYTES, number + (STAGES - 1))
-        COMMIT()
+        y = next_slice(memory, t, image + IMAGE_BYTES, number, slices, stage)
         if number < slices:
-            y = descriptor(memory + (WEIGHTS_AT + stage * STAGE) * 4, IMAGE_REST)
             at = PARTS_AT * 4 + group * (GROUP_ROWS * 128)
             at = at + number * SLICE // 64 * (ROWS * 128) + number * SLICE % 64 * 2
             START(total, descriptor(memory + at, ALONG_REST), y)

@@ -35,7 +35,7 @@ from numfuse.backends.cuda.kernels.network_groups_backward import (
     write_points_gradient,
 )
 from numfuse.backends.cuda.kernels.network_half import prepare
-from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps
+from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_rows
 from numfuse.backends.cuda.kernels.network_panels import descriptor, place_of_fragment
 from numfuse.backends.cuda.kernels.network_passes import width_of
 
@@ -154,10 +154,9 @@ def backward(x: Rows, layers: Layers, steps: Steps, grad: Rows, count, planes, d
     fill(memory, t)
     copy_fence()
     BARRIER()
-    network = cuda.blockIdx.y * 2
-    points: Rows = Rows(x.address + network * steps.x, x.row, x.column)
-    cotangents: Rows = Rows(grad.address + network * steps.out, grad.row, grad.column)
-    moved: Rows = Rows(d_x.address + network * steps.d_x, d_x.row, d_x.column)
+    points: Rows = own_rows(x, steps.x)
+    cotangents: Rows = own_rows(grad, steps.out)
+    moved: Rows = own_rows(d_x, steps.d_x)
     group = same(t >> 7)
     head = descriptor(memory + WEIGHTS_AT[0], 0)
     inner = descriptor(memory + WEIGHTS_AT[1], 0)

@@ -199,17 +199,18 @@ def on_tensor_cores(s: Sizes, info: DeviceInfo, precision: str, back: bool) -> S
     warps = s.lanes and width % 32 == 0 and info.capability >= (8, 0)
     if precision not in ("bf16x6", "tf32") or real != "float32" or not warps:
         return s
-    nr, threads, resident = s.tile.nr, s.threads, s.resident
-    if precision == "bf16x6" and info.capability[0] == 9 and s.count > 2:
+    split = precision == "bf16x6"
+    if split and info.capability[0] == 9 and s.count > 2:
         made = _by_groups(s, info, back)
         if made is not None:
             return made
-    if precision == "bf16x6" and info.capability >= (9, 0) and width in network_tiling.SPLIT:
-        _, nr, threads, resident, *_ = network_tiling.SPLIT[width]
     seconds = s.members - 1 - s.directions
     other = sizes_of(info, real, s.widths, s.directions, seconds, not back, s.own)
     if s.tile.slice or (other is not None and other.tile.slice):
         return s
+    nr, threads, resident = s.tile.nr, s.threads, s.resident
+    if split and info.capability >= (9, 0) and width in network_tiling.SPLIT:
+        _, nr, threads, resident, *_ = network_tiling.SPLIT[width]
     tile = replace(s.tile, nr=nr, across=width // nr, tensor=precision)
     what = s.widths, s.directions, s.members, s.own
     return _placed(info, tile, threads, resident, s.at_once, s.lanes, *what, back) or s
