@@ -193,6 +193,10 @@ def unscaled(q):
     return q * sigma
 
 
+def unscaled_by(q, power):
+    return q * (power * sigma)
+
+
 def less_unscaled(value, q):
     return fused(-q, sigma, value)
 
@@ -221,6 +225,38 @@ def tanh(x):
     # 2.4 without it.  Near 0 that would add more error than it takes.
     d_low = select(y > one, fused(s, p, (one + s) - d), zero)
     return copy_sign(ratio(em + d_low, d), x)
+
+
+# Its slope, the bell at 2 x, is e^-y / (1 + e^-y)^2 with y = 2 |x|, by the same exponential and the
+# same division where a formula has both. What is left of e^-y beside 1 + p is raised by 1 / sigma.
+
+
+def decay_parts(y):
+    """Return p and s / sigma, with e^-y = (1 + p) s."""
+    shifted, p = plain_reduced(-growth_range(y), decay_magic)
+    return p, raised_exponent(shifted)
+
+
+def decay_sum(y):
+    """1 + e^-y."""
+    p, raised = decay_parts(y)
+    s = raised * sigma
+    return fused(s, p, one + s)
+
+
+def decay_bell(y, inverse):
+    """e^-y / (1 + e^-y)^2 / sigma, by 1 / (1 + e^-y)."""
+    p, raised = decay_parts(y)
+    q = fused(inverse, p, inverse)
+    return q * fused(-q, raised * sigma, one) * raised
+
+
+def tanh_beside(x, y, d):
+    """tanh(x) by d = 1 + e^-y, y = 2 |x|: the bits of `tanh`."""
+    p, raised = decay_parts(y)
+    s = raised * sigma
+    d_low = select(y > two, fused(s, p, (one + s) - d), zero)
+    return copy_sign(ratio(fused(s, p, s - one) + d_low, d), x)
 
 
 def log_of(f, k, correction):

@@ -5,6 +5,7 @@ A product is merged with a sum here, as a node (`fma`), and never by a compiler;
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -70,8 +71,7 @@ def _shared(op: str, args: list[Expr], high: Range) -> Expr:
     g = node("plain_growth", size) if plain else node("growth", size, low)
     inverse = node("inverse", g)
     if op == "scaled_bell":
-        rise = node("less_unscaled", 1, inverse)
-        return node("unscaled", node("mul", node("mul", factor, rise), inverse))
+        return _scaled(factor, node("mul", node("less_unscaled", 1, inverse), inverse))
     q = inverse if factor is constant(1) else node("quotient", factor, inverse, g)
     below, above = node("unscaled", q), node("less_unscaled", factor, q)
     if high[0] >= 0:
@@ -79,16 +79,52 @@ def _shared(op: str, args: list[Expr], high: Range) -> Expr:
     return below if high[1] <= 0 else node("where", node("lt", hi, 0), below, above)
 
 
+def _power_apart(factor: Expr) -> tuple[Expr, Expr]:
+    """Return a factor as another one times a constant power of two, which may be 1."""
+    for i, e in enumerate(factor.args if factor.op == "mul" else (factor,)):
+        if e.op == "const" and abs(math.frexp(float(rounded(e, "float64")))[0]) == 0.5:
+            return (factor.args[1 - i] if factor.op == "mul" else constant(1)), e
+    return factor, constant(1)
+
+
+def _tanh(x: Expr) -> Expr:
+    """tanh(x) beside its slope; alone it is a primitive (`_divided`)."""
+    size = node("abs", node("mul", x, 2))
+    return node("tanh_beside", x, size, node("decay_sum", size))
+
+
+def _slope_of_tanh(factor: Expr, twice: Expr) -> Expr:
+    """A factor times a bell at 2 x, which has the exponential of tanh(x)."""
+    size = node("abs", twice)
+    inverse = node("inverse", node("decay_sum", size))
+    return _scaled(factor, node("decay_bell", size, inverse))
+
+
+def _scaled(factor: Expr, bell: Expr) -> Expr:
+    """A factor times sigma times a bell; one product has what is a power of two of the factor."""
+    rest, power = _power_apart(factor)
+    bell = bell if rest is constant(1) else node("mul", rest, bell)
+    return node("unscaled", bell) if power is constant(1) else node("unscaled_by", bell, power)
+
+
+def _is_twice(hi: Expr, lo: Expr) -> bool:
+    two = constant(2)
+    return lo is constant(0) and hi.op == "mul" and any(a is two for a in hi.args)
+
+
 def _divided(exprs: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """The graphs with a ratio for each quotient that is the only use of its inverse.
 
-    The bits are the same (see `quotient`); a lone division has three instructions less.
+    So too a tanh. The bits are the same (see `quotient`); a lone division has three instructions
+    less.
     """
     uses = Counter(a for e in topological(exprs) for a in e.args)
 
     def rule(e: Expr, args: list[Expr]) -> Expr:
         if e.op == "quotient" and uses[e.args[1]] == 1:
             return node("ratio", args[0], args[2])
+        if e.op == "tanh_beside" and uses[e.args[2]] == 1:
+            return node("tanh", args[0])
         return node(e.op, *args) if args else e
 
     return bottom_up(exprs, rule)
@@ -103,9 +139,13 @@ def _primitive_graphs(exprs: tuple[Expr, ...], growth: bool = True) -> tuple[Exp
         if op == "sigmoid":
             one, zero = constant(1), constant(0)
             op, args, old = "scaled_sigmoid", [one, *args, zero], (one, *old, zero)
+        if growth and op == "scaled_bell" and _is_twice(*args[1:]):
+            return _slope_of_tanh(args[0], args[1])
         small = growth and op in ("scaled_sigmoid", "scaled_bell")
         if small and max(map(abs, known.get(old[0], (1.0, 1.0)))) <= GROWTH_FACTOR:
             return _shared(op, args, known[old[1]])
+        if growth and op == "tanh":
+            return _tanh(args[0])
         return _lowered(op, args) if args else e
 
     return _divided(bottom_up(exprs, rule))

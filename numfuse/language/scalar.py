@@ -103,8 +103,9 @@ def _numbers(dtype: str) -> dict[str, Any]:
         **coefficients.numbers(dtype),
         "growth_end": coefficients.GROWTH_END[dtype],
         "sigma": 2.0**-shift,
-        # Adds the exponent's bias and the shift to n, where `raised_exponent` finds them.
+        # Add the exponent's bias and the shift to n, where `raised_exponent` finds them.
         "growth_magic": 1.5 * 2.0**mantissa + bias - shift,
+        "decay_magic": 1.5 * 2.0**mantissa + bias + shift,
         "infinity": np.inf,
         "nan": np.nan,
     }

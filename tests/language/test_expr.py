@@ -268,8 +268,37 @@ def test_a_value_and_its_derivative_share_one_exponential_and_one_division(name)
     assert "quotient(" not in render((act.trace(0),), "float32")[0]
 
 
+def test_tanh_and_its_derivatives_share_one_exponential_and_one_inverse():
+    act = get("tanh")
+    for orders in ((1,), (0, 1), (2,), (0, 1, 2, 3)):
+        text, _ = render(tuple(map(act.trace, orders)), "float64")
+        assert text.count("decay_sum(") == text.count("inverse(") == text.count("decay_bell(") == 1
+        assert "growth(" not in text and " tanh(" not in text
+    assert " tanh(x)" in render((act.trace(0),), "float64")[0]  # alone it is a primitive
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["gelu", "silu", "sigmoid"])
+@pytest.mark.parametrize("hi", [X, 2.0 * X], ids=["bell", "slope of tanh"])
+def test_a_power_of_two_of_a_bells_factor_costs_no_bit(hi, dtype):
+    """Guards: the constant goes into the last product, which rounds nothing."""
+    one, four, more, scaled = (
+        scalar_function((ex.node("scaled_bell", factor, hi, 0.0),), dtype)
+        for factor in (1.0, 4.0, 1.0 + X * X, -0.5 * (1.0 + X * X))
+    )
+
+    @njit
+    def count(x):
+        different = 0
+        for v in x:
+            different += 4 * one(v) != four(v)
+            different += more(v) != -2 * scaled(v)
+        return different
+
+    assert count(np.random.default_rng(7).uniform(-30, 30, 100_000).astype(dtype)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gelu", "silu", "sigmoid", "tanh"])
 def test_a_quotient_by_the_inverse_has_the_bits_of_a_division(name, dtype):
     act = get(name)
     alone, both = (
