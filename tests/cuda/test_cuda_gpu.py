@@ -311,7 +311,8 @@ def test_an_odd_result_leaves_its_surroundings_alone():
 # --- arithmetic -----------------------------------------------------------------------------------
 
 
-def test_the_inverse_without_a_branch_is_rounded_correctly():
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda x: x.__name__)
+def test_the_inverse_without_a_branch_is_rounded_correctly(dtype):
     cuda = pytest.importorskip("numba.cuda")
     from numfuse.backends.cuda.compile.scalars import inverse
 
@@ -321,20 +322,30 @@ def test_the_inverse_without_a_branch_is_rounded_correctly():
         if i < x.size:
             out[i] = inverse(x[i])
 
-    every = (np.arange(1 << 23, dtype=np.uint32) | 0x3F800000).view(np.float32)  # from 1 to 2
-    scales = np.random.default_rng(3).integers(-125, 126, every.size).astype(np.int32)
-    for x in (every, np.ldexp(every, scales)[np.abs(scales) < 125]):
+    rng = np.random.default_rng(3)
+    if dtype is np.float32:
+        every = (np.arange(1 << 23, dtype=np.uint32) | 0x3F800000).view(np.float32)  # from 1 to 2
+    else:  # a sample, and the neighbours of 1 and of 2 (but the nearest: see `inverse`)
+        few, ones = np.arange(1 << 16, dtype=np.uint64), np.uint64((1 << 52) - 2)
+        words = np.concatenate([rng.integers(0, 1 << 52, 1 << 23, np.uint64), few, ones - few])
+        every = (words | 0x3FF << 52).view(np.float64)
+    most = -np.finfo(dtype).minexp - 1
+    scales = rng.integers(-most, most, every.size).astype(np.int32)
+    for x in (every, np.ldexp(every, scales)):
         out = cuda.device_array_like(x)
         kernel[-(-x.size // 256), 256](cuda.to_device(x), out)
-        np.testing.assert_array_equal(out.copy_to_host(), np.float32(1) / x)
+        np.testing.assert_array_equal(out.copy_to_host(), dtype(1) / x)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("name", sorted(nf.activations()))
-def test_float32_activations_have_the_bits_that_the_cpu_gives(name):
-    words = np.random.default_rng(5).integers(0, 1 << 32, 1 << 19, dtype=np.uint32)
-    x = np.concatenate([words.view(np.float32), np.linspace(-20, 20, 1 << 19, dtype=np.float32)])
+def test_activations_have_the_bits_that_the_cpu_gives(name, dtype):
+    if (name, dtype) == ("gelu_erf", np.float64):
+        pytest.skip("a processor adds up its long polynomial in two chains")
+    words = np.random.default_rng(5).integers(0, 256, np.dtype(dtype).itemsize << 19, np.uint8)
+    x = np.concatenate([words.view(dtype), np.linspace(-20, 20, 1 << 19, dtype=dtype)])
     x = x[np.isfinite(x)][:, None]
-    one = np.ones((1, 1), np.float32)
+    one = np.ones((1, 1), dtype)
     grad = np.ones_like(x)
     found, wanted = (
         (

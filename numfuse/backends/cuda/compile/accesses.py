@@ -280,4 +280,6 @@ def fetch_wait(pending: int) -> Any:
 
 #: 9.7.9.25.3.2, cp.async.commit_group: closes the group of this thread's copies
 fetch_commit = instruction("cp.async.commit_group;")
+#: 9.7.9.25.3.4, cp.async.wait_all: none of this thread's copies is on its way
+fetch_all = instruction("cp.async.wait_all;")
 fetch16 = fetch(16, partial=True, ahead="")

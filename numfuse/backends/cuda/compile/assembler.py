@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+#: An instruction in a line of its own; an entry; a float64 whose lower half is not zero.
+_INSTRUCTION = re.compile(r"\t(@!?%p\d+ )?[a-z][\w.:]*\s[^{}]*;")
+_ENTRY = re.compile(r"\s*(\.visible\s+)?\.entry\b")
+_LONG = re.compile(r"\b0d([0-9A-Fa-f]{8}(?!0{8})[0-9A-Fa-f]{8})\b")
+
 
 @contextlib.contextmanager
 def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
@@ -63,6 +68,39 @@ def with_maps(text: str, signature: tuple[str, ...]) -> str:
         )
         assert loads, "the kernel reads the map"
     return text
+
+
+def with_constants(text: str) -> str:
+    """Take float64's constants from constant memory, where machine code holds no 64 bits.
+
+    An instruction has room for the upper half of one (so 1.0 stays), and ptxas moves any other into
+    registers by two instructions, in loops too: a quarter of what a pass by a float64 tanh issues.
+    From constant memory they are operands, or lie in uniform registers outside of the loop.
+    """
+    places: dict[str, int] = {}
+    lines, loads = list[str](), 0
+    for line in text.split("\n"):
+        if not _INSTRUCTION.fullmatch(line):
+            lines.append(line)
+            continue
+        found = {
+            x: f"%constant{loads + i}" for i, x in enumerate(dict.fromkeys(_LONG.findall(line)))
+        }
+        for word, register in found.items():
+            at = 8 * places.setdefault(word.upper(), len(places))
+            lines.append(f"\tld.const.f64 \t{register}, [numfuse_constants+{at}];")
+            line = line.replace(f"0d{word}", register)
+        loads += len(found)
+        lines.append(line)
+    if not places:
+        return text
+    values = ", ".join(f"0x{word}" for word in places)
+    table = f".const .align 8 .b64 numfuse_constants[{len(places)}] = {{{values}}};"
+    first = next(i for i, line in enumerate(lines) if _ENTRY.match(line))
+    body = next(i for i in range(first, len(lines)) if lines[i].rstrip().endswith("{"))
+    lines.insert(body + 1, f"\t.reg .f64 \t%constant<{loads}>;")
+    lines.insert(first, table)
+    return "\n".join(lines)
 
 
 def machine_code(text: str, architecture: tuple[Any, ...], name: str) -> bytes:

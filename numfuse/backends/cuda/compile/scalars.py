@@ -59,8 +59,8 @@ rounded_product = _scalar(
 square_root = _scalar(
     "square_root", "x", intrinsics.square_root, simulated=lambda x: type(x)(np.sqrt(x))
 )
-#: 1 / x of float32, rounded correctly; x and 1 / x normal
-inverse = _scalar("inverse", "f", intrinsics.inverse, "f", lambda x: np.float32(1) / x)
+#: 1 / x, rounded correctly; x and 1 / x normal
+inverse = _scalar("inverse", "x", intrinsics.inverse, simulated=lambda x: type(x)(1) / x)
 #: a where the condition holds, else b: both are computed, nothing branches
 select = _scalar(
     "select",
@@ -173,8 +173,7 @@ exponent_parts = _on_bits("exponent_parts", "x", _exponent_parts, "xxx")
 _HERE = globals()
 TARGET = Target(
     jit=device_function,
-    # (with float64's own, a gradient's kernel has no registers left, and is no faster)
-    inverses={"float32": inverse},
+    inverses=dict.fromkeys(("float32", "float64"), inverse),
     **{x.name: _HERE[x.name] for x in fields(Target) if x.default is MISSING and x.name != "jit"},
 )
 

@@ -225,7 +225,7 @@ class Kernel:
             with assembler.compiling_for(capability):
                 return assembler.ptx(self.text(), signature, self.architecture(capability), bounds)
 
-        return assembler.with_maps(compiled(make), self.signature)
+        return assembler.with_constants(assembler.with_maps(compiled(make), self.signature))
 
     def binary(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """Machine code for this capability, and the name of its entry; compiled, or from disk."""
