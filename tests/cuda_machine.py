@@ -479,6 +479,10 @@ class Machine:
             for address, raw in groups.pop(0):
                 self.write("shared", address, raw)
 
+    def wait_for_copies(self, a: list[Any]) -> None:
+        self.commit(a)
+        self.wait_for_groups(0)
+
     def copy(self, size: int, a: list[Any]) -> None:
         used = a[2] if len(a) > 2 else size
         assert 0 <= used <= size
@@ -745,6 +749,10 @@ def instruction(text: str) -> Callable[[Machine, list[Any]], Any]:
         return lambda m, a: of_raw(m.of_cluster(whole, a[0]))
     if text.startswith("cp.async.commit_group"):
         return Machine.commit
+    if text == "mov.u32 $0, %tid.x;":
+        return lambda m, a: m.current.number
+    if text.startswith("cp.async.wait_all"):
+        return Machine.wait_for_copies
     if text.startswith("cp.async.wait_group"):
         return lambda m, a: m.wait_for_groups(int(numbers[-1]))
     if text.startswith("cp.async"):

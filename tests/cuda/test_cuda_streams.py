@@ -1,8 +1,9 @@
-"""Networks whose weights come through a ring of slices, in GPUs' own tiles, run by `cuda_machine`.
+"""Networks whose weights are copied to shared memory, in GPUs' own tiles, run by `cuda_machine`.
 
-Guards: a slice is multiplied after its copies have arrived, and filled after it was read; what lies
-outside of the weights is zero, whatever their widths and strides; two rounds of threads make the
-whole gradient of a layer's weights. (The simulator runs the text: `test_cuda_networks`.)
+Guards: what comes through a ring of slices is multiplied after its copies have arrived, and a slice
+is filled after it was read; so too weights that come whole; what lies outside of them is zero,
+whatever their widths and strides; two rounds of threads make the whole gradient of a layer's
+weights. (The simulator runs the text: `test_cuda_networks`.)
 """
 
 from __future__ import annotations
@@ -188,6 +189,18 @@ def in_slices(monkeypatch):
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
 def test_float32(turned):
     Case("float32", (2, 100, 37, 1), 3, turned=turned).check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize(("dtype", "widths"), [
+    ("float64", (2, 64, 64, 1)), ("float64", (1, 50, 33, 2)), ("float32", (2, 64, 64, 1)),
+    ("float32", (3, 21, 30, 1)),
+], ids=str)  # fmt: skip
+def test_weights_that_come_whole(dtype, widths, turned):
+    case = Case(dtype, widths, 19, turned=turned, aligned=not turned)
+    assert not case.sizes(True).tile.slice
+    case.check()
 
 
 @pytest.mark.long

@@ -94,6 +94,8 @@ FINISH_FEW = 8, 2
 JOIN_LANES = (16, 32), (64, 8)
 #: Planes from which on they do, and from which on these are the longest.
 JOIN_DEEP, JOIN_DEEPEST = 16, 512
+#: Columns from which on blocks are enough without.
+JOIN_WIDE = 4096
 #: Loads of 16 bytes of each array that a thread of a gate has in flight, by bytes of an element:
 #: (forward, backward). On an H200 a second one made a gate in float64 6% faster, and no other.
 GATE_VECTORS = {2: (1, 1), 4: (1, 1), 8: (2, 1)}

@@ -150,6 +150,9 @@ def join_columns(planes, out: Array, n, depth):
 
     Lane r of LANES adds up planes r, r + LANES, ..., and thread 0 of a column the lanes.
     """
+    if OVERLAPS:
+        grid_wait()
+        grid_release()
     shared = cuda.shared.array((2 * LANES, ACROSS), REAL)
     total = cuda.local.array(1, REAL)
     error = cuda.local.array(1, REAL)
@@ -249,21 +252,27 @@ def rows(
 
 
 def columns(
-    accumulator: str, planes: Slot, out: Operand, lengths: tuple[int, int, int, int]
+    accumulator: str,
+    planes: Slot,
+    out: Operand,
+    lengths: tuple[int, int, int, int],
+    overlaps: bool = False,
 ) -> Launch:
     """Return the join of contiguous planes of one row to the slot "out"; arguments as of `rows`."""
     count, depth, _, n = lengths
-    lanes, across = tiling.JOIN_LANES[depth >= tiling.JOIN_DEEPEST]
+    deepest = depth >= tiling.JOIN_DEEPEST and n < tiling.JOIN_WIDE
+    lanes, across = tiling.JOIN_LANES[deepest]
     bindings = _bindings(accumulator, 1) | {
         "LANES": lanes,
         "ACROSS": across,
         "ACROSS_BITS": across.bit_length() - 1,
+        "OVERLAPS": overlaps,
         "STORE": elements.stores(out.dtype),
     }
     name = f"join columns {out.dtype}"
     made = kernel_of(join_columns, COLUMNS, bindings, threads=across * lanes, name=name)
     arguments = COLUMNS(planes=planes, out=in_bytes(Slot("out"), out), n=n, depth=depth)
-    return Launch(made, (-(-n // across), count, 1), arguments)
+    return Launch(made, (-(-n // across), count, 1), arguments, overlaps=overlaps)
 
 
 def joins(
@@ -273,26 +282,27 @@ def joins(
     out: Operand,
     lengths: tuple[int, int, int, int],
     stage: Slot,
+    overlaps: bool = False,
 ) -> tuple[tuple[Launch, ...], int]:
     """Return the joins of contiguous planes to the slot "out", and the bytes they want at `stage`.
 
     So many planes are joined at a time that the tree in which they are added up depends on their
-    number alone. `lengths` as of `rows`; nothing is aligned but to its dtype.
+    number alone. `lengths` and `overlaps` as of `rows`; nothing is aligned but to its dtype.
     """
     count, depth, m, n = lengths
     if info.capability[0] and m == 1 and depth >= tiling.JOIN_DEEP and count <= MOST_ALONG_Y:
-        return (columns(accumulator, planes, out, lengths),), 0
+        return (columns(accumulator, planes, out, lengths, overlaps),), 0
     itemsize = intrinsics.itemsize(accumulator)
     between = Operand(accumulator, (m * n, n, 1), itemsize)
     launches: list[Launch] = []
     used = 0
     while depth > tiling.JOINED:
         target, lengths = Slot(stage.name, stage.offset + used), (count, depth, m, n)
-        made = rows(
-            info, accumulator, planes, between, lengths, slot=target, values=1, group=tiling.JOINED
-        )
+        grouped: Any = {"overlaps": overlaps, "values": 1, "group": tiling.JOINED}
+        made = rows(info, accumulator, planes, between, lengths, slot=target, **grouped)
         launches.append(made)
         planes, depth = target, -(-depth // tiling.JOINED)
         used += tiling.round_up(count * depth * m * n * itemsize, 256)
-    launches.append(rows(info, accumulator, planes, out, (count, depth, m, n), values=1))
+    lengths = count, depth, m, n
+    launches.append(rows(info, accumulator, planes, out, lengths, overlaps=overlaps, values=1))
     return tuple(launches), used

@@ -99,8 +99,27 @@ def prepare(memory, t, layers: Layers, steps: Steps, network, table):
 
 
 def fetch_weights(memory, t, layers: Layers, steps: Steps, network, layer, held):
-    """Bring the weights of a hidden layer to shared memory, with 0 around them."""
+    """Bring the weights of a hidden layer to shared memory, with 0 around them.
+
+    COPIED: they are on their way, until `await_weights`.
+    """
     weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
+    rows, columns = width_of(layer - 1), width_of(layer)
+    along, across = (WIDTH, 1) if column == 1 else (1, WIDTH)
+    if COPIED and WIDE_WEIGHTS == "rows":
+        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
+            i = (v * THREADS + t) * FEW
+            k, n = i // WIDTH, i % WIDTH
+            COPY_FEW(memory, WEIGHTS_AT + k * PITCH + n, weights + (k * row + n) * SIZE)
+        return
+    if COPIED:
+        for i in range(t, WIDTH * WIDTH, THREADS):
+            k, n = i // along % WIDTH, i // across % WIDTH
+            most = SIZE if k < rows and n < columns else 0
+            COPY_ONE(
+                memory, WEIGHTS_AT + k * PITCH + n, weights + (k * row + n * column) * SIZE, most
+            )
+        return
     if WIDE_WEIGHTS == "columns":  # runs of memory along K: neighbouring threads have other columns
         for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
             i = v * THREADS + t
@@ -121,8 +140,6 @@ def fetch_weights(memory, t, layers: Layers, steps: Steps, network, layer, held)
             i = (v * THREADS + t) * FEW
             STORE_FEW(held, v * FEW, memory, WEIGHTS_AT + i // WIDTH * PITCH + i % WIDTH)
         return
-    rows, columns = width_of(layer - 1), width_of(layer)
-    along, across = (WIDTH, 1) if column == 1 else (1, WIDTH)
     for first in range(t, WIDTH * WIDTH, THREADS * HELD):
         for v in unrolled(HELD):
             i = first + v * THREADS
@@ -135,6 +152,12 @@ def fetch_weights(memory, t, layers: Layers, steps: Steps, network, layer, held)
             k, n = i // along % WIDTH, i // across % WIDTH
             if i < WIDTH * WIDTH:
                 POKE(memory, WEIGHTS_AT + k * PITCH + n, held[v])
+
+
+def await_weights():
+    """Wait for the weights that this thread copies; those of all are there behind a barrier."""
+    if COPIED:
+        ALL_FETCHED()
 
 
 def fetch_rows(memory, t, to, address, row, column, first, count):
@@ -288,7 +311,7 @@ def multiply_forward(total, ahead, memory, t, layers: Layers, steps: Steps, netw
         _row, warp_row = own_row(t)
         left, right = left_at(t), right_at(t)
         if warp_row < rows:
-            if FETCHED:
+            if FETCHED and not TENSOR:
                 FETCH(ahead, memory, left, right)
                 for k in range(0, WIDTH, 2 * CHUNK):
                     after = min(k + 2 * CHUNK, WIDTH - CHUNK)
@@ -328,6 +351,7 @@ def hidden_layers(
     if COUNT > 2:
         begin_forward(memory, here(t), layers, steps, network, 1, total)
     first_pass(memory, here(t), given, made, weights, 0, count)
+    await_weights()
     BARRIER()
     for layer in range(1, COUNT - 1):
         rows = count * MEMBERS
@@ -337,6 +361,7 @@ def hidden_layers(
             begin_forward(memory, here(t), layers, steps, network, layer + 1, total)
         sums = kept + (layer - 1) * layer_step
         inner_pass(memory, here(t), ahead, given, made, weights, 0, count, layer, sums, False)
+        await_weights()
         BARRIER()
 
 

@@ -5,7 +5,7 @@
 # ruff: noqa: F821
 from __future__ import annotations
 
-from numfuse.backends.cuda.compile.engines import copy_fence, grid_wait
+from numfuse.backends.cuda.compile.engines import copy_fence, grid_release, grid_wait
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
@@ -14,6 +14,7 @@ from numfuse.backends.cuda.kernels.network import (
     ENDS,
     Members,
     Points,
+    await_weights,
     fetch_cotangents,
     fetch_points,
     fetch_weights,
@@ -208,7 +209,6 @@ def backward(
     kept,
     layer_step,
     planes,
-    slots,
     d_x: Rows,
 ):
     """Add up a network's gradients by weights and biases for a part of the points."""
@@ -249,6 +249,7 @@ def backward(
             inner_pass(
                 memory, here(t), ahead, given, made, weights, 0, count, COUNT - 2, sums, True
             )
+            await_weights()
             BARRIER()
         else:
             # the forward again; the last hidden layer's weights stay where they are
@@ -322,6 +323,7 @@ def backward(
                     first_pass(memory, here(t), given, made, weights, OTHER_AT, count)
                 if TENSOR:
                     clear_rows(memory, here(t), rows)
+                await_weights()
                 BARRIER()
                 add_weights(memory, here(t), total, before, square, rows, fresh)
                 multiply_backward(total, memory, here(t), layers, steps, network, layer, rows)
@@ -348,8 +350,15 @@ def backward(
                     at = plane + (layer - 1) * SQUARE + square_at(u) * SIZE
                     ADD_SQUARE(total, before, at)
     BARRIER()
-    write_slots(memory, t, table, slots + block * (SLOTS * WIDTH * SIZE))
+    if RELEASES:  # (the joins may begin, and wait for all of this)
+        grid_release()
+    # (sums over points lie behind the weights' gradients of the block's first plane)
+    slots = planes + block * (TEAMS * PLANE) + (COUNT - 2) * SQUARE
+    write_slots(memory, t, table, slots)
+    for team in range(1, TEAMS):
+        for i in range(t, SLOTS * WIDTH, THREADS):
+            STORE(slots + team * PLANE, i, ZERO)
 
 
-#: Sizes and strides are in elements, `kept`, `planes` and `slots` are addresses.
-BACKWARD = Schema(backward, u64=f"{ADDRESSES} {ENDS} slots d_x_address")
+#: Sizes and strides are in elements, `kept` and `planes` are addresses.
+BACKWARD = Schema(backward, u64=f"{ADDRESSES} {ENDS} d_x_address")

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from numfuse.backends.cuda.compile import elements
-from numfuse.backends.cuda.compile.accesses import fetch_commit, fetch_wait
+from numfuse.backends.cuda.compile.accesses import fetch_all, fetch_commit, fetch_wait
 from numfuse.backends.cuda.compile.elements import shared_place
 from numfuse.backends.cuda.compile.intrinsics import FORMATS, emit
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
@@ -66,3 +66,14 @@ def bindings(tile: Tile) -> dict[str, Any]:
         "COMMIT": _arrived if SIMULATED else fetch_commit,
         "ARRIVED": _arrived if SIMULATED else fetch_wait(tile.stages - 2),
     }
+
+
+def whole(tile: Tile, copied: bool) -> dict[str, Any]:
+    """Return the copies of a layer's weights that lie in shared memory whole; `copied`: by these.
+
+    They are on their way beside a pass, whose threads would wait for what they load to registers.
+    """
+    if not copied:
+        return {"COPIED": False}
+    found = {"COPIED": True, "ALL_FETCHED": fetch_all}
+    return found | {"COPY_FEW": copy(tile, tile.few), "COPY_ONE": copy_part(tile, 1)}

@@ -336,6 +336,7 @@ def _record_gradients(
     rec.launches((launch,), slots.at)
     flat = Operand(dtype, (s.flat, s.flat, 1), 2)
     lengths = networks, parts, 1, s.flat
-    launches, staged = joins.joins(info, "float32", Slot("planes"), flat, lengths, Slot("work"))
+    joined = info, "float32", Slot("planes"), flat, lengths, Slot("work"), info.capability >= (9, 0)
+    launches, staged = joins.joins(*joined)
     at = {"planes": planes.at(), "out": slots.view("flat").at()}
     rec.launches(launches, at, staged)

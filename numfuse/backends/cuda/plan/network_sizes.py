@@ -60,8 +60,9 @@ class Sizes:
     @property
     def is_roomy(self) -> bool:
         """Return whether threads have registers for what they multiply next."""
-        exact = self.tile.real == "float32" and not (self.tile.tensor or self.tile.slice)
-        may = self.tile.grouped or (exact and self.resident == 1)
+        tile = self.tile
+        whole = not tile.slice and tile.tensor in ("", "float64")
+        may = tile.grouped or (whole and self.resident == 1)
         return may and self.resident * self.threads <= 256
 
     @property

@@ -70,8 +70,8 @@ def _is_tight(s: Sizes) -> bool:
     """Return whether registers are so few that nothing is kept of a thread's number."""
     tile = s.tile
     if tile.tensor:
-        return network_split.is_split(tile)
-    return tile.real == "float32" and (s.own or (tile.width == 128 and not tile.slice))
+        return network_split.is_split(tile) or tile.tensor == "float64"
+    return tile.real == "float32"
 
 
 def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str, Any]:
@@ -126,15 +126,16 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
         "FETCHED": s.is_roomy,
         "FETCHES": max(tile.fetches, s.at_once * s.members),
-        "EARLY": real == "float32" and not tile.tensor,
+        "EARLY": tile.tensor in (("", "float64")[real == "float64"],),
         "LATE": tile.grouped and s.rounds == 1,
-        "PLANE": s.squares * itemsize,
+        "PLANE": s.flat * itemsize,
         "FULL": all(width == tile.width for width in s.widths[1:-1]),
         "STRIDE": s.stride,
         "KEEPS": p.keeps or (p.backward and not p.saved),
         "SAVED": p.saved,
         "MOVES": "d_points" in p.arrays,
         "POINT_DIRECTIONS": s.own,
+        "RELEASES": rec.device.info.capability >= (9, 0),
         # (without it ptxas spills 32 bytes)
         "TIGHT": s.lanes and _is_tight(s),
         "FRESH": fresh,
@@ -172,7 +173,7 @@ def _stream(s: Sizes, inner: list[View], found: dict[str, Any]) -> dict[str, Any
     ring |= {"TURNED": turned, "UNIT": unit, "WIDE": unit > 1}
     ring |= {"SLICE": tile.slice, "STAGE": tile.stage, "STAGES": tile.stages}
     # (threads with fewer sums are many: they have no registers for it, and wait for one another)
-    ring["RUN"] = min(tile.slice, _RUN) if tile.nr > few else few
+    ring["RUN"] = min(tile.slice, _RUN) if tile.nr > few else max(few, found["CHUNK"])
     made: dict[str, Any] = {"TURNED": turned}
     for back, name in ((False, ""), (True, "_BACK")):
         if back == turned:
@@ -249,6 +250,8 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     if p.saved or p.keeps:
         given["kept"] = slots.slot("kept", slots.view("kept"))
     bindings = _bindings(rec, p, s, real) | {"SEVERAL": networks > 0}
+    whole = not s.tile.slice and s.lanes and info.capability >= (8, 0)
+    bindings |= network_copies.whole(s.tile, whole)
     hidden = [slots.view(f"weights_{i}") for i in range(1, s.count - 1)]
     if s.tile.grouped:
         bindings |= image_bindings(bindings, s.tile, p.backward)
@@ -264,14 +267,11 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     if not p.saved:
         kept = rec.fresh((places * grid * bindings["BLOCK_KEPT"] // itemsize,), real)
         given |= {"kept": slots.slot("kept", kept)}
-    planes = rec.fresh((places, teams, s.squares), real)
-    rows = rec.fresh((places, grid, s.slots * s.tile.width), real)
-    given |= {"planes": slots.slot("planes", planes), "slots": slots.slot("slots", rows)}
+    planes = rec.fresh((places, teams, s.flat), real)
+    given["planes"] = slots.slot("planes", planes)
     given["d_x"] = slots.rows("d_points")
     _launch(rec, p, s, backward, BACKWARD, bindings, (grid, places, 1), given, slots.at)
-    for made, first in (planes, 0), (rows, s.squares):
-        if made.shape[-1]:
-            _join(rec, real, made, slots.view("flat"), first)
+    _join(rec, real, planes, slots.view("flat"))
 
 
 def _networks(p: NetworkProblem) -> int:
@@ -299,11 +299,12 @@ def _launch(
     rec.launches((launch,), at)
 
 
-def _join(rec: Recorder, real: str, planes: View, flat: View, first: int) -> None:
-    """Record the sums of planes of each network, in their order, to a part of the flat result."""
+def _join(rec: Recorder, real: str, planes: View, flat: View) -> None:
+    """Record the sums of planes of each network, in their order, to the flat result."""
     networks, count, length = planes.shape
     step = flat.shape[-1]
     out, work = Operand(real, (step, step, 1), ITEMSIZES[real]), Slot("work")
-    lengths = networks, count, 1, length
-    made, staged = joins.joins(rec.device.info, real, Slot("planes"), out, lengths, work)
-    rec.launches(made, {"planes": planes.at(), "out": flat.at(first)}, staged)
+    lengths, info = (networks, count, 1, length), rec.device.info
+    how = info, real, Slot("planes"), out, lengths, work, info.capability >= (9, 0)
+    made, staged = joins.joins(*how)
+    rec.launches(made, {"planes": planes.at(), "out": flat.at(0)}, staged)
