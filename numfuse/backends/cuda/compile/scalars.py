@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,12 +173,17 @@ exponent_parts = _on_bits("exponent_parts", "x", _exponent_parts, "xxx")
 _HERE = globals()
 TARGET = Target(
     jit=device_function,
-    inverses=dict.fromkeys(("float32", "float64"), inverse),
+    # (with float64's own, a gradient's kernel has no registers left, and is no faster)
+    inverses={"float32": inverse},
     **{x.name: _HERE[x.name] for x in fields(Target) if x.default is MISSING and x.name != "jit"},
 )
 
 
 @functools.cache
-def primitives(dtype: str) -> SimpleNamespace:
-    """The primitives of one dtype ("float32" or "float64"), by the names of `numfuse.expr`."""
-    return scalar.primitives(dtype, TARGET)
+def primitives(dtype: str, straight: bool = False) -> SimpleNamespace:
+    """The primitives of one dtype ("float32" or "float64"), by the names of `numfuse.expr`.
+
+    `straight`: no inverse has a branch, in float64 either.
+    """
+    target = replace(TARGET, inverses=dict.fromkeys(("float32", "float64"), inverse))
+    return scalar.primitives(dtype, target if straight else TARGET)

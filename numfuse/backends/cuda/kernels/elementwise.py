@@ -51,6 +51,9 @@ class Formula:
         one argument, the symbol.
     short : bool
         The short form.
+    straight : bool
+        Whether float64's inverse has no branch, for texts that have registers for it: a compiler
+        then mixes what it computes for several points.
     ties : tuple of weakref to Expr
         As long as these formulas live, what is made of this is kept.
     """
@@ -59,6 +62,7 @@ class Formula:
     dtype: str
     arguments: tuple[str, ...] | None = None
     short: bool = False
+    straight: bool = False
     ties: tuple[weakref.ref[Expr], ...] = field(default=(), compare=False)
 
     def formulas(self) -> list[Expr]:
@@ -69,7 +73,7 @@ class Formula:
     def numfuse_key(self) -> str:
         """Its text in the digest of a kernel."""
         graphs = hashlib.sha256(self.graphs.encode()).hexdigest()
-        return f"formula {graphs} {self.dtype} {self.arguments} {self.short}"
+        return f"formula {graphs} {self.dtype} {self.arguments} {self.short} {self.straight}"
 
     def print(self) -> tuple[str, dict[str, Any]]:
         """Return the function's text and the constants that it names."""
@@ -82,19 +86,26 @@ class Formula:
 
 
 def formula(
-    epilogue: Epilogue, arguments: tuple[str, ...], accumulator: str, *, short: bool
+    epilogue: Epilogue,
+    arguments: tuple[str, ...],
+    accumulator: str,
+    *,
+    short: bool,
+    straight: bool = False,
 ) -> Formula:
     """Return the device function of an epilogue, from its inputs to its results in `accumulator`.
 
     `arguments` orders the inputs (others are not used). `short`: results are stored in 16 bits, or
-    depend on sums that are themselves good to some units in the last place.
+    depend on sums that are themselves good to some units in the last place. `straight`: see
+    `Formula`.
     """
-    key = formula, arguments, accumulator, short
+    key = formula, arguments, accumulator, short, straight
     made: Formula | None = epilogue.derived.get(key)
     if made is None:
         graphs = expand(epilogue.graphs, (lambda c: short_form(c.trace)) if short else None)
         ties = tuple(map(weakref.ref, epilogue.formulas()))
-        made = epilogue.derived[key] = Formula(dumps(graphs), accumulator, arguments, short, ties)
+        how = dumps(graphs), accumulator, arguments, short, straight
+        made = epilogue.derived[key] = Formula(*how, ties)
     return made
 
 
@@ -106,7 +117,7 @@ def is_short(accumulator: str, storage: str) -> bool:
 @kept(1024)
 def _built(made: Formula) -> Any:
     text, constants = made.print()
-    names = _short_primitives() if made.short else scalars.primitives(made.dtype)
+    names = _short_primitives() if made.short else scalars.primitives(made.dtype, made.straight)
     scope: dict[str, Any] = {**vars(names), **constants}
     exec(compile(text, f"<numfuse {made.dtype} formula>", "exec"), scope)
     return device(scope["formula"])

@@ -77,9 +77,10 @@ def launch(
     schema = Schema(template, u64=" ".join(words))
     name = f"layer jet{' backward' if made.backward else ''}"
     # for more blocks than these the assembler spills some of float64 before 9.0, and the loop over
-    # a table everywhere
-    old = accumulator == "float64" and info.capability < (9, 0)
-    blocks = 4 if old or made.table else 0
+    # a table everywhere; and where it may choose, a first layer's
+    double = accumulator == "float64"
+    old = double and info.capability < (9, 0)
+    blocks = 4 if old or made.table else 3 if made.apart and double else 0
     built = kernel(
         template, schema.signature, threads=threads, blocks=blocks, name=name, **bindings
     )

@@ -59,7 +59,7 @@ class Sizes:
 
     @property
     def is_roomy(self) -> bool:
-        """Return whether threads have registers for what they multiply next."""
+        """Return whether threads have registers for what they take next: sums kept, factors."""
         tile = self.tile
         whole = not tile.slice and tile.tensor in ("", "float64")
         may = tile.grouped or (whole and self.resident == 1)
@@ -165,6 +165,9 @@ def sizes_of(
     if widths[-1] > min(max(widths[1:-1]), 8):
         return None
     for tile, threads, resident, at_once, lanes in _tiles(info, real, max(widths[1:-1]), back):
+        # (a direction of each point takes one register more than 16 warps have)
+        if own and real == "float64" and threads > 256:
+            continue
         how = threads, resident, at_once, lanes
         made = _placed(info, tile, *how, widths, directions, members, own, back)
         if made is not None:

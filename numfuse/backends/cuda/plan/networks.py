@@ -66,14 +66,6 @@ def _engine(s: Sizes) -> dict[str, Any]:
     return found | network_part_sums.bindings(tile, s.rows, s.stride) if tile.grouped else found
 
 
-def _is_tight(s: Sizes) -> bool:
-    """Return whether registers are so few that nothing is kept of a thread's number."""
-    tile = s.tile
-    if tile.tensor:
-        return network_split.is_split(tile) or tile.tensor == "float64"
-    return tile.real == "float32"
-
-
 def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str, Any]:
     places, _ = s.places(p.backward)
     tile, itemsize = s.tile, ITEMSIZES[real]
@@ -136,8 +128,8 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "MOVES": "d_points" in p.arrays,
         "POINT_DIRECTIONS": s.own,
         "RELEASES": rec.device.info.capability >= (9, 0),
-        # (without it ptxas spills 32 bytes)
-        "TIGHT": s.lanes and _is_tight(s),
+        # (what a phase computes of a thread's number would be kept for the whole launch)
+        "TIGHT": s.lanes,
         "FRESH": fresh,
         "POINT_KEPT": s.members * tile.width * itemsize,
         "BLOCK_KEPT": (hidden - 1) * s.rows * tile.width * itemsize,
