@@ -105,41 +105,29 @@ def fetch_weights(memory, t, layers: Layers, steps: Steps, network, layer, held)
     """
     weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
     rows, columns = width_of(layer - 1), width_of(layer)
-    along, across = (WIDTH, 1) if column == 1 else (1, WIDTH)
-    if COPIED and WIDE_WEIGHTS == "rows":
+    if COPIED and WIDE_WEIGHTS:
         for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
             i = (v * THREADS + t) * FEW
             k, n = i // WIDTH, i % WIDTH
             COPY_FEW(memory, WEIGHTS_AT + k * PITCH + n, weights + (k * row + n) * SIZE)
         return
-    if COPIED:
-        for i in range(t, WIDTH * WIDTH, THREADS):
-            k, n = i // along % WIDTH, i // across % WIDTH
-            most = SIZE if k < rows and n < columns else 0
-            COPY_ONE(
-                memory, WEIGHTS_AT + k * PITCH + n, weights + (k * row + n * column) * SIZE, most
-            )
+    if COPIED:  # neighbouring threads have neighbours of a run of memory, which a thread crosses
+        near, far = t % WIDTH, t // WIDTH
+        near_step, far_step = (column, row) if column == 1 else (row, column)
+        near_end, far_end = (columns, rows) if column == 1 else (rows, columns)
+        near_pitch, far_pitch = (1, PITCH) if column == 1 else (PITCH, 1)
+        at = WEIGHTS_AT + near * near_pitch + far * far_pitch
+        address = weights + (near * near_step + far * far_step) * SIZE
+        for _ in range(WIDTH * WIDTH // THREADS):
+            most = SIZE
+            if not FULL:
+                most = SIZE if near < near_end and far < far_end else 0
+            COPY_ONE(memory, at, address, most)
+            far += THREADS // WIDTH
+            at += THREADS // WIDTH * far_pitch
+            address += THREADS // WIDTH * SIZE * far_step
         return
-    if WIDE_WEIGHTS == "columns":  # runs of memory along K: neighbouring threads have other columns
-        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
-            i = v * THREADS + t
-            n, k = i % WIDTH, i // WIDTH * FEW
-            LOAD_FEW(held, v * FEW, weights + (k + n * column) * SIZE)
-        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
-            i = v * THREADS + t
-            at = WEIGHTS_AT + i // WIDTH * (FEW * PITCH) + i % WIDTH
-            for j in unrolled(FEW):
-                POKE(memory, at + j * PITCH, held[v * FEW + j])
-        return
-    if WIDE_WEIGHTS == "rows":
-        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
-            i = (v * THREADS + t) * FEW
-            k, n = i // WIDTH, i % WIDTH
-            LOAD_FEW(held, v * FEW, weights + (k * row + n) * SIZE)
-        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
-            i = (v * THREADS + t) * FEW
-            STORE_FEW(held, v * FEW, memory, WEIGHTS_AT + i // WIDTH * PITCH + i % WIDTH)
-        return
+    along, across = (WIDTH, 1) if column == 1 else (1, WIDTH)
     for first in range(t, WIDTH * WIDTH, THREADS * HELD):
         for v in unrolled(HELD):
             i = first + v * THREADS

@@ -412,37 +412,6 @@ def clear(tile: Tile) -> Any:
     return function_of("clear", tile, "a", body, simulated)
 
 
-@functools.cache
-def load_few(tile: Tile) -> Any:
-    """``load(registers, i, address)``: 16 bytes of memory to registers from i on."""
-    kind, _ = FORMATS[tile.real]
-
-    def body(builder, held, first, address):
-        values = read_vector(builder, address, 0, kind, tile.few, GLOBAL)
-        write_registers(builder, held, first, values)
-
-    def simulated(held, first, address):
-        for i in range(tile.few):
-            held[first + i] = elements.loads(tile.real)(address, i)
-
-    return function_of("load_few", tile, "anl", body, simulated)
-
-
-@functools.cache
-def store_few(tile: Tile) -> Any:
-    """``store(registers, i, memory, at)``: registers from i on to 16 bytes of shared memory."""
-
-    def body(builder, held, first, memory, at):
-        values = read_registers(builder, held, first, tile.few)
-        write_vector(builder, elements.shared_place(builder, memory, at, tile.real), 0, values)
-
-    def simulated(held, first, memory, at):
-        for i in range(tile.few):
-            memory[at + i] = held[first + i]
-
-    return function_of("store_few", tile, "anrr", body, simulated)
-
-
 def _itself(shared: Any) -> Any:
     return shared
 
@@ -473,8 +442,6 @@ def bindings(tile: Tile) -> dict[str, Any]:
         "PUT_BACK": put_apart(tile),
         "LOAD_SQUARE": load_square(tile),
         "ADD_SQUARE": add_square(tile),
-        "LOAD_FEW": load_few(tile),
-        "STORE_FEW": store_few(tile),
         "CLEAR": clear(tile),
         "PEEK": elements.peek(tile.real),
         "POKE": elements.poke(tile.real),

@@ -1,4 +1,4 @@
-"""A whole network's jet, or its value, as one launch, and its gradients as one and two joins.
+"""A whole network's jet, or its value, as one launch, and its gradients as one and a join.
 
 It applies to hidden layers of one activation and up to 256 columns (float64: 128; less before
 Hopper), a last layer that is a product alone with few columns, and up to 8 members of a point;
@@ -179,26 +179,16 @@ def _stream(s: Sizes, inner: list[View], found: dict[str, Any]) -> dict[str, Any
     return made
 
 
-def _wide(s: Sizes, inner: list[View]) -> str:
-    """Return along which axis all weights between hidden layers come by 16 bytes; "": none.
-
-    They must fill a tile, and a thread's part of one its registers.
-    """
+def _wide(s: Sizes, inner: list[View]) -> bool:
+    """Return whether all weights between hidden layers fill a tile, their rows whole 16 bytes."""
     few, width = s.tile.few, s.tile.width
-    if width * width % (few * s.threads) or width * width // s.threads > s.tile.sums:
-        return ""
 
-    def runs(w: View, axis: int) -> bool:
+    def runs(w: View) -> bool:
         *apart, row, column = w.strides
-        near, far = (row, column) if axis == 0 else (column, row)
-        return near == 1 and w.aligned((*apart, far)) >= few * w.itemsize
+        whole = w.shape[-2:] == (width, width) and column == 1
+        return whole and w.aligned((*apart, row)) >= few * w.itemsize
 
-    if any(w.shape[-2:] != (width, width) for w in inner):
-        return ""
-    for axis, name in ((1, "rows"), (0, "columns")):
-        if all(runs(w, axis) for w in inner):
-            return name
-    return ""
+    return width * width % (few * s.threads) == 0 and all(map(runs, inner))
 
 
 def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
