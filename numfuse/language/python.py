@@ -80,10 +80,15 @@ def _shared(op: str, args: list[Expr], high: Range) -> Expr:
 
 
 def _power_apart(factor: Expr) -> tuple[Expr, Expr]:
-    """Return a factor as another one times a constant power of two, which may be 1."""
+    """Return a factor as another one times a constant power of two, which may be 1.
+
+    It is within 2^32 and 2^-32: times sigma it is a normal number.
+    """
     for i, e in enumerate(factor.args if factor.op == "mul" else (factor,)):
-        if e.op == "const" and abs(math.frexp(float(rounded(e, "float64")))[0]) == 0.5:
-            return (factor.args[1 - i] if factor.op == "mul" else constant(1)), e
+        if e.op == "const":
+            part, exponent = math.frexp(float(rounded(e, "float64")))
+            if abs(part) == 0.5 and abs(exponent - 1) <= 32:
+                return (factor.args[1 - i] if factor.op == "mul" else constant(1)), e
     return factor, constant(1)
 
 
@@ -139,10 +144,10 @@ def _primitive_graphs(exprs: tuple[Expr, ...], growth: bool = True) -> tuple[Exp
         if op == "sigmoid":
             one, zero = constant(1), constant(0)
             op, args, old = "scaled_sigmoid", [one, *args, zero], (one, *old, zero)
-        if growth and op == "scaled_bell" and _is_twice(*args[1:]):
-            return _slope_of_tanh(args[0], args[1])
         small = growth and op in ("scaled_sigmoid", "scaled_bell")
         if small and max(map(abs, known.get(old[0], (1.0, 1.0)))) <= GROWTH_FACTOR:
+            if op == "scaled_bell" and _is_twice(*args[1:]):
+                return _slope_of_tanh(args[0], args[1])
             return _shared(op, args, known[old[1]])
         if growth and op == "tanh":
             return _tanh(args[0])

@@ -298,6 +298,24 @@ def test_a_power_of_two_of_a_bells_factor_costs_no_bit(hi, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hi", [X, 2.0 * X], ids=["bell", "slope of tanh"])
+def test_a_bells_factor_may_be_of_any_size(hi, dtype):
+    """Guards: what is scaled by a power of two neither overflows nor vanishes with its factor."""
+    most = {"float32": 110, "float64": 1000}[dtype]
+    scales = [2.0**power for power in (-most, -33, 33, most)]
+    graphs = [
+        ex.node("scaled_bell", factor, hi, 0.0)
+        for scale in scales
+        for factor in (scale, scale * (1.0 + X * X))
+    ]
+    made = scalar_function(tuple(graphs), dtype)
+    at = njit(lambda x: made(x))
+    for x in map(np.dtype(dtype).type, (-2.0, 0.0, 0.5, 3.0)):
+        wanted = [elementary.evaluate(graph, np.float64(x)) for graph in graphs]
+        np.testing.assert_allclose(at(x), wanted, 8 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gelu", "silu", "sigmoid", "tanh"])
 def test_a_quotient_by_the_inverse_has_the_bits_of_a_division(name, dtype):
     act = get(name)

@@ -94,7 +94,8 @@ FINISH_FEW = 8, 2
 JOIN_LANES = (16, 32), (64, 8)
 #: Planes from which on they do, and from which on these are the longest.
 JOIN_DEEP, JOIN_DEEPEST = 16, 512
-#: Columns from which on blocks are enough without.
+#: Columns from which on the deepest joins, too, have blocks enough of the first kind: 528 planes of
+#: 12,928 columns took an H200 24 us by the second, 8.5 by the first.
 JOIN_WIDE = 4096
 #: Loads of 16 bytes of each array that a thread of a gate has in flight, by bytes of an element:
 #: (forward, backward). On an H200 a second one made a gate in float64 6% faster, and no other.

@@ -118,7 +118,7 @@ def _bindings(rec: Recorder, p: NetworkProblem, s: Sizes, real: str) -> dict[str
         "SQUARE_LANES": s.lanes and s.team % 32 == 0 and tile.width // tile.mr % 8 == 0,
         "FETCHED": s.is_roomy,
         "FETCHES": max(tile.fetches, s.at_once * s.members),
-        "EARLY": tile.tensor in (("", "float64")[real == "float64"],),
+        "EARLY": tile.tensor == ("float64" if real == "float64" else ""),
         "LATE": tile.grouped and s.rounds == 1,
         "PLANE": s.flat * itemsize,
         "FULL": all(width == tile.width for width in s.widths[1:-1]),
