@@ -244,18 +244,25 @@ def decay_sum(y):
     return fused(s, p, one + s)
 
 
-def decay_bell(y, inverse):
-    """e^-y / (1 + e^-y)^2 / sigma, by 1 / (1 + e^-y)."""
+def decay_lost(s, p, d):
+    """What 1 + e^-y, e^-y = (1 + p) s, is more than its rounded d."""
+    return fused(s, p, (one + s) - d)
+
+
+def decay_bell(y, d, inverse):
+    """e^-y / (1 + e^-y)^2 / sigma, by d = 1 + e^-y and 1 / d."""
     p, raised = decay_parts(y)
-    q = fused(inverse, p, inverse)
-    return q * fused(-q, raised * sigma, one) * raised
+    s = raised * sigma
+    # The numerator takes up what d lost: 2.42 ULP in float32, 3.34 without it.
+    q = fused(inverse, p - decay_lost(s, p, d), inverse)
+    return q * fused(-q, s, one) * raised
 
 
 def tanh_beside(x, y, d):
     """tanh(x) by d = 1 + e^-y, y = 2 |x|: the bits of `tanh`."""
     p, raised = decay_parts(y)
     s = raised * sigma
-    d_low = select(y > two, fused(s, p, (one + s) - d), zero)
+    d_low = select(y > two, decay_lost(s, p, d), zero)
     return copy_sign(ratio(fused(s, p, s - one) + d_low, d), x)
 
 

@@ -101,8 +101,8 @@ def _tanh(x: Expr) -> Expr:
 def _slope_of_tanh(factor: Expr, twice: Expr) -> Expr:
     """A factor times a bell at 2 x, which has the exponential of tanh(x)."""
     size = node("abs", twice)
-    inverse = node("inverse", node("decay_sum", size))
-    return _scaled(factor, node("decay_bell", size, inverse))
+    d = node("decay_sum", size)
+    return _scaled(factor, node("decay_bell", size, d, node("inverse", d)))
 
 
 def _scaled(factor: Expr, bell: Expr) -> Expr:
