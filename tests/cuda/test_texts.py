@@ -65,6 +65,7 @@ PTX = """\
 
 
 def test_constants_of_float64_that_an_instruction_has_no_room_for_come_from_a_table():
+    """Guards: float64 has the constants that its text says, whatever else is in a line."""
     found = assembler.with_constants(PTX)
     table = (
         ".const .align 8 .b64 numfuse_constants[2] = {0x3FF71547652B82FE, 0x3FD5555555555555};\n"
