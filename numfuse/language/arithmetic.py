@@ -245,7 +245,7 @@ def decay_sum(y):
 
 
 def decay_lost(s, p, d):
-    """What 1 + e^-y, e^-y = (1 + p) s, is more than its rounded d."""
+    """The rounding error of d = 1 + e^-y, where e^-y = (1 + p) s."""
     return fused(s, p, (one + s) - d)
 
 
