@@ -83,6 +83,11 @@ def decay_range(hi):
     return select(size < exp_low, exp_low, size)
 
 
+def decay_lost(s, p, d):
+    """The rounding error of d = 1 + e^-y, where e^-y = (1 + p) s."""
+    return fused(s, p, (one + s) - d)
+
+
 def decay_of(parts):
     """e^-y = (1 + p) s1 s2 and 1 + e^-y with its rounding error, y >= 0."""
     shifted, p = parts
@@ -90,7 +95,7 @@ def decay_of(parts):
     # One rounding where it matters: 1 + s is exact, or s too small to count.
     s = s1 * s2
     d = fused(s, p, one + s)
-    return p, s1, s2, d, fused(s, p, (one + s) - d)
+    return p, s1, s2, d, decay_lost(s, p, d)
 
 
 def decay(hi, lo):
@@ -223,7 +228,7 @@ def tanh(x):
     d = fused(s, p, one + s)
     # Where both are near 1 in size, it takes up all of what the denominator lost: 1.9 ULP, and
     # 2.4 without it.  Near 0 that would add more error than it takes.
-    d_low = select(y > one, fused(s, p, (one + s) - d), zero)
+    d_low = select(y > one, decay_lost(s, p, d), zero)
     return copy_sign(ratio(em + d_low, d), x)
 
 
@@ -242,11 +247,6 @@ def decay_sum(y):
     p, raised = decay_parts(y)
     s = raised * sigma
     return fused(s, p, one + s)
-
-
-def decay_lost(s, p, d):
-    """The rounding error of d = 1 + e^-y, where e^-y = (1 + p) s."""
-    return fused(s, p, (one + s) - d)
 
 
 def decay_bell(y, d, inverse):

@@ -52,10 +52,8 @@ TILES: dict[str, tuple[NetworkTile, ...]] = {
 FORWARDS: dict[str, tuple[NetworkTile, ...]] = {
     "float32": (),
     "float64": (
-        NetworkTile(32, 4, 128, 2),
         NetworkTile(64, 4, 256, 2),  # (the same: 0.356 ms)
         NetworkTile(128, 4, 256, 1, 16, 2),
-        NetworkTile(128, 4, 256, 1, 8, 3),
     ),
 }
 #: Those of products of three bfloat16 parts (from 9.0 on), by columns of a tile whose weights lie

@@ -59,7 +59,7 @@ rounded_product = _scalar(
 square_root = _scalar(
     "square_root", "x", intrinsics.square_root, simulated=lambda x: type(x)(np.sqrt(x))
 )
-#: 1 / x, rounded correctly; x and 1 / x normal
+#: 1 / x, rounded correctly (see there); x and 1 / x normal
 inverse = _scalar("inverse", "x", intrinsics.inverse, simulated=lambda x: type(x)(1) / x)
 #: a where the condition holds, else b: both are computed, nothing branches
 select = _scalar(
@@ -185,5 +185,5 @@ def primitives(dtype: str, straight: bool = False) -> SimpleNamespace:
 
     `straight`: no inverse has a branch, in float64 either.
     """
-    target = replace(TARGET, inverses=dict.fromkeys(("float32", "float64"), inverse))
-    return scalar.primitives(dtype, target if straight else TARGET)
+    every = dict.fromkeys(("float32", "float64"), inverse)
+    return scalar.primitives(dtype, replace(TARGET, inverses=every) if straight else TARGET)

@@ -77,10 +77,12 @@ def launch(
     schema = Schema(template, u64=" ".join(words))
     name = f"layer jet{' backward' if made.backward else ''}"
     # for more blocks than these the assembler spills some of float64 before 9.0, and the loop over
-    # a table everywhere; and where it may choose, a first layer's
-    double = accumulator == "float64"
-    old = double and info.capability < (9, 0)
-    blocks = 4 if old or made.table else 3 if made.apart and double else 0
+    # a table everywhere; and where it may choose, a first layer's of two directions
+    double, blocks = accumulator == "float64", 0
+    if (double and info.capability < (9, 0)) or made.table:
+        blocks = 4
+    elif double and made.apart and made.directions == 2:
+        blocks = 3
     built = kernel(
         template, schema.signature, threads=threads, blocks=blocks, name=name, **bindings
     )

@@ -298,8 +298,10 @@ def joins(
     used = 0
     while depth > tiling.JOINED:
         target, lengths = Slot(stage.name, stage.offset + used), (count, depth, m, n)
-        grouped: Any = {"overlaps": overlaps, "values": 1, "group": tiling.JOINED}
-        made = rows(info, accumulator, planes, between, lengths, slot=target, **grouped)
+        made = rows(
+            info, accumulator, planes, between, lengths, overlaps=overlaps,
+            slot=target, values=1, group=tiling.JOINED,
+        )  # fmt: skip
         launches.append(made)
         planes, depth = target, -(-depth // tiling.JOINED)
         used += tiling.round_up(count * depth * m * n * itemsize, 256)

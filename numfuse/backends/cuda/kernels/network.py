@@ -25,7 +25,15 @@ from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.network_layers import MOST_LAYERS, Layers, Rows, Steps, own_layer
+from numfuse.backends.cuda.kernels.network_layers import (
+    MOST_LAYERS,
+    Layers,
+    Rows,
+    Steps,
+    await_weights,
+    fetch_weights,
+    own_layer,
+)
 from numfuse.backends.cuda.kernels.network_passes import first_pass, inner_pass, width_of
 
 i32, i64 = np.int32, np.int64
@@ -96,56 +104,6 @@ def prepare(memory, t, layers: Layers, steps: Steps, network, table):
             if n < WIDTHS[COUNT - 1]:
                 value = LOAD(weights, n * row + o * column)
             POKE(memory, LAST_AT + o * WIDTH + n, value)
-
-
-def fetch_weights(memory, t, layers: Layers, steps: Steps, network, layer, held):
-    """Bring the weights of a hidden layer to shared memory, with 0 around them.
-
-    COPIED: they are on their way, until `await_weights`.
-    """
-    weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
-    rows, columns = width_of(layer - 1), width_of(layer)
-    if COPIED and WIDE_WEIGHTS:
-        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
-            i = (v * THREADS + t) * FEW
-            k, n = i // WIDTH, i % WIDTH
-            COPY_FEW(memory, WEIGHTS_AT + k * PITCH + n, weights + (k * row + n) * SIZE)
-        return
-    if COPIED:  # neighbouring threads have neighbours of a run of memory, which a thread crosses
-        near, far = t % WIDTH, t // WIDTH
-        near_step, far_step = (column, row) if column == 1 else (row, column)
-        near_end, far_end = (columns, rows) if column == 1 else (rows, columns)
-        near_pitch, far_pitch = (1, PITCH) if column == 1 else (PITCH, 1)
-        at = WEIGHTS_AT + near * near_pitch + far * far_pitch
-        address = weights + (near * near_step + far * far_step) * SIZE
-        for _ in range(WIDTH * WIDTH // THREADS):
-            most = SIZE
-            if not FULL:
-                most = SIZE if near < near_end and far < far_end else 0
-            COPY_ONE(memory, at, address, most)
-            far += THREADS // WIDTH
-            at += THREADS // WIDTH * far_pitch
-            address += THREADS // WIDTH * SIZE * far_step
-        return
-    along, across = (WIDTH, 1) if column == 1 else (1, WIDTH)
-    for first in range(t, WIDTH * WIDTH, THREADS * HELD):
-        for v in unrolled(HELD):
-            i = first + v * THREADS
-            k, n = i // along % WIDTH, i // across % WIDTH
-            held[v] = ZERO
-            if i < WIDTH * WIDTH and k < rows and n < columns:
-                held[v] = LOAD(weights, k * row + n * column)
-        for v in unrolled(HELD):
-            i = first + v * THREADS
-            k, n = i // along % WIDTH, i // across % WIDTH
-            if i < WIDTH * WIDTH:
-                POKE(memory, WEIGHTS_AT + k * PITCH + n, held[v])
-
-
-def await_weights():
-    """Wait for the weights that this thread copies; those of all are there behind a barrier."""
-    if COPIED:
-        ALL_FETCHED()
 
 
 def fetch_rows(memory, t, to, address, row, column, first, count):

@@ -14,10 +14,8 @@ from numfuse.backends.cuda.kernels.network import (
     ENDS,
     Members,
     Points,
-    await_weights,
     fetch_cotangents,
     fetch_points,
-    fetch_weights,
     here,
     hidden_layers,
     left_at,
@@ -26,7 +24,14 @@ from numfuse.backends.cuda.kernels.network import (
     right_back_at,
     sums_at,
 )
-from numfuse.backends.cuda.kernels.network_layers import Layers, Rows, Steps, own_layer
+from numfuse.backends.cuda.kernels.network_layers import (
+    Layers,
+    Rows,
+    Steps,
+    await_weights,
+    fetch_weights,
+    own_layer,
+)
 from numfuse.backends.cuda.kernels.network_passes import (
     back_pass,
     first_back_pass,
@@ -350,7 +355,7 @@ def backward(
                     at = plane + (layer - 1) * SQUARE + square_at(u) * SIZE
                     ADD_SQUARE(total, before, at)
     BARRIER()
-    if RELEASES:  # (the joins may begin, and wait for all of this)
+    if RELEASES:  # (the join may begin, and waits for all of this)
         grid_release()
     # (sums over points lie behind the weights' gradients of the block's first plane)
     slots = planes + block * (TEAMS * PLANE) + (COUNT - 2) * SQUARE

@@ -1,4 +1,4 @@
-"""A network's layers as arguments of its kernels: records, and the layer of a number."""
+"""A network's layers as arguments of its kernels: records, the layer of a number, its weights."""
 
 # A kernel has no annotations but records, and its UPPER-case names are bound by the plan.
 # mypy: disable-error-code="no-untyped-def, name-defined"
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from numfuse.backends.cuda.compile.toolchain import cuda
+from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.network_passes import width_of
 
 #: Layers that a kernel has arguments for.
 MOST_LAYERS = 8
@@ -125,3 +127,53 @@ def own_layer(layers: Layers, steps: Steps, number, network):
 def own_rows(rows: Rows, step):
     """Return the rows of a block's network, in 16 bits: of the next one they are `step` further."""
     return Rows(rows.address + cuda.blockIdx.y * 2 * step, rows.row, rows.column)
+
+
+def fetch_weights(memory, t, layers: Layers, steps: Steps, network, layer, held):
+    """Bring the weights of a hidden layer to shared memory, with 0 around them.
+
+    COPIED: they are on their way, until `await_weights`.
+    """
+    weights, row, column, _bias, _step = own_layer(layers, steps, layer, network)
+    rows, columns = width_of(layer - 1), width_of(layer)
+    if COPIED and WIDE_WEIGHTS:
+        for v in unrolled(WIDTH * WIDTH // (FEW * THREADS)):
+            i = (v * THREADS + t) * FEW
+            k, n = i // WIDTH, i % WIDTH
+            COPY_FEW(memory, WEIGHTS_AT + k * PITCH + n, weights + (k * row + n) * SIZE)
+        return
+    if COPIED:  # neighbouring threads have neighbours of a run of memory, which a thread crosses
+        near, far = t % WIDTH, t // WIDTH
+        near_step, far_step = (column, row) if column == 1 else (row, column)
+        near_end, far_end = (columns, rows) if column == 1 else (rows, columns)
+        near_pitch, far_pitch = (1, PITCH) if column == 1 else (PITCH, 1)
+        at = WEIGHTS_AT + near * near_pitch + far * far_pitch
+        address = weights + (near * near_step + far * far_step) * SIZE
+        for _ in range(WIDTH * WIDTH // THREADS):
+            most = SIZE
+            if not FULL:
+                most = SIZE if near < near_end and far < far_end else 0
+            COPY_ONE(memory, at, address, most)
+            far += THREADS // WIDTH
+            at += THREADS // WIDTH * far_pitch
+            address += THREADS // WIDTH * SIZE * far_step
+        return
+    along, across = (WIDTH, 1) if column == 1 else (1, WIDTH)
+    for first in range(t, WIDTH * WIDTH, THREADS * HELD):
+        for v in unrolled(HELD):
+            i = first + v * THREADS
+            k, n = i // along % WIDTH, i // across % WIDTH
+            held[v] = ZERO
+            if i < WIDTH * WIDTH and k < rows and n < columns:
+                held[v] = LOAD(weights, k * row + n * column)
+        for v in unrolled(HELD):
+            i = first + v * THREADS
+            k, n = i // along % WIDTH, i // across % WIDTH
+            if i < WIDTH * WIDTH:
+                POKE(memory, WEIGHTS_AT + k * PITCH + n, held[v])
+
+
+def await_weights():
+    """Wait for the weights that this thread copies; those of all are there behind a barrier."""
+    if COPIED:
+        ALL_FETCHED()

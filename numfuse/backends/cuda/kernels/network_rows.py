@@ -88,9 +88,9 @@ def row(
     body = [f"{name} = given[i + {k}]" for k, name in enumerate(inputs)]
     body += lines + [f"made[j + {k}] = {name}" for k, name in enumerate(members(results))]
     text = "\n".join(["def row(given, i, weights, made, j):", *(f"    {x}" for x in body), ""])
-    how: Any = {"short": False, "straight": True}
     parts = tuple(
-        (name, formula(part, part.inputs, real, **how)) for name, part in made.parts.items()
+        (name, formula(part, part.inputs, real, short=False, straight=True))
+        for name, part in made.parts.items()
     )
     told = text + real + " ".join(part.numfuse_key for _, part in parts)
     return Row(text, parts, real, f"row {hashlib.sha256(told.encode()).hexdigest()}")

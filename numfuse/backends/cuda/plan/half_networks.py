@@ -18,7 +18,6 @@ from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.intrinsics import HALVES, block_barrier, shared_address
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
-from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels import network_fragments as fragments
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.network_apart_backward import APART_BACKWARD
@@ -57,8 +56,8 @@ from numfuse.backends.cuda.plan.group_sizes import (
     half_sizes_of,
 )
 from numfuse.backends.cuda.plan.half_sizes import HalfSizes, pairs_of
-from numfuse.backends.cuda.plan.network_slots import Slots
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
+from numfuse.backends.cuda.plan.network_slots import Slots, join_planes
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch
 from numfuse.problem.operands import format_of
 
 if TYPE_CHECKING:
@@ -294,7 +293,7 @@ def _record_gradients(
     given: dict[str, Any], blocks: tuple[int, int], how: dict[str, Any],
 ) -> None:  # fmt: skip
     """Record a network's gradients and the sum of what blocks, or warp groups, have made."""
-    dtype, info = format_of(p.dtype), rec.device.info
+    dtype = format_of(p.dtype)
     most, networks = blocks
     moves = slots.bind("d_points") is not None
     x, grad = slots.view("points"), slots.view("grad")
@@ -334,9 +333,4 @@ def _record_gradients(
     made = kernel_of(template, schema, bindings, **how, name=f"{kind} {dtype} {s.padded[1]}")
     launch = Launch(made, (grid, networks, 1), schema(**given), s.taken)
     rec.launches((launch,), slots.at)
-    flat = Operand(dtype, (s.flat, s.flat, 1), 2)
-    lengths = networks, parts, 1, s.flat
-    joined = info, "float32", Slot("planes"), flat, lengths, Slot("work"), info.capability >= (9, 0)
-    launches, staged = joins.joins(*joined)
-    at = {"planes": planes.at(), "out": slots.view("flat").at()}
-    rec.launches(launches, at, staged)
+    join_planes(rec, planes, slots.view("flat"))

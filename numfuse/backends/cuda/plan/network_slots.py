@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels.network_layers import MOST_LAYERS, Layer, Layers, Rows, Steps
-from numfuse.backends.cuda.plan.product import Slot
+from numfuse.backends.cuda.plan.product import Operand, Slot
 
 if TYPE_CHECKING:
     from numfuse.backends.cuda.plan.lower import Bind
-    from numfuse.backends.cuda.plan.program import View
+    from numfuse.backends.cuda.plan.program import Recorder, View
 
 
 class Slots:
@@ -63,3 +64,16 @@ class Slots:
             found.append(Layer(self.slot(f"weights_{i}", w), row, column, place, step))
             turned.append(abs(row) < abs(column))
         return Layers(*found), tuple(turned)
+
+
+def join_planes(rec: Recorder, planes: View, flat: View) -> None:
+    """Record the sums of planes of each network, in their order, to the flat result.
+
+    They begin while the launch before them ends, where a device can do that.
+    """
+    networks, count, length = planes.shape
+    info, step = rec.device.info, flat.shape[-1]
+    out, lengths = Operand(flat.dtype, (step, step, 1), flat.itemsize), (networks, count, 1, length)
+    how = info, planes.dtype, Slot("planes"), out, lengths, Slot("work"), info.capability >= (9, 0)
+    made, staged = joins.joins(*how)
+    rec.launches(made, {"planes": planes.at(), "out": flat.at()}, staged)

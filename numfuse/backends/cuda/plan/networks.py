@@ -19,7 +19,6 @@ from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined, kernel_of
 from numfuse.backends.cuda.kernels import (
-    joins,
     network_copies,
     network_part_sums,
     network_split,
@@ -35,8 +34,8 @@ from numfuse.backends.cuda.plan.half_sizes import HALF_DTYPES
 from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.network_images import image_bindings, split_weights
 from numfuse.backends.cuda.plan.network_sizes import Sizes, on_tensor_cores, sizes_of
-from numfuse.backends.cuda.plan.network_slots import Slots
-from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch, Operand, Slot
+from numfuse.backends.cuda.plan.network_slots import Slots, join_planes
+from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch
 from numfuse.problem.operands import format_of
 
 if TYPE_CHECKING:
@@ -232,8 +231,8 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     if p.saved or p.keeps:
         given["kept"] = slots.slot("kept", slots.view("kept"))
     bindings = _bindings(rec, p, s, real) | {"SEVERAL": networks > 0}
-    whole = not s.tile.slice and s.lanes and info.capability >= (8, 0)
-    bindings |= network_copies.whole(s.tile, whole)
+    copied = not s.tile.slice and s.lanes and info.capability >= (8, 0)
+    bindings |= network_copies.whole(s.tile, copied)
     hidden = [slots.view(f"weights_{i}") for i in range(1, s.count - 1)]
     if s.tile.grouped:
         bindings |= image_bindings(bindings, s.tile, p.backward)
@@ -253,7 +252,7 @@ def network(rec: Recorder, p: NetworkProblem, bind: Bind) -> None:
     given["planes"] = slots.slot("planes", planes)
     given["d_x"] = slots.rows("d_points")
     _launch(rec, p, s, backward, BACKWARD, bindings, (grid, places, 1), given, slots.at)
-    _join(rec, real, planes, slots.view("flat"))
+    join_planes(rec, planes, slots.view("flat"))
 
 
 def _networks(p: NetworkProblem) -> int:
@@ -279,14 +278,3 @@ def _launch(
     shared = s.places(p.backward)[1] * ITEMSIZES[s.tile.real]
     launch = Launch(made, grid, schema(**given), shared, overlaps=s.tile.grouped)
     rec.launches((launch,), at)
-
-
-def _join(rec: Recorder, real: str, planes: View, flat: View) -> None:
-    """Record the sums of planes of each network, in their order, to the flat result."""
-    networks, count, length = planes.shape
-    step = flat.shape[-1]
-    out, work = Operand(real, (step, step, 1), ITEMSIZES[real]), Slot("work")
-    lengths, info = (networks, count, 1, length), rec.device.info
-    how = info, real, Slot("planes"), out, lengths, work, info.capability >= (9, 0)
-    made, staged = joins.joins(*how)
-    rec.launches(made, {"planes": planes.at(), "out": flat.at(0)}, staged)
