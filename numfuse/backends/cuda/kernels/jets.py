@@ -51,11 +51,12 @@ def launch(
     behind them, each (batch, chunks, N). `table` is the device function of `Pass.table`.
     """
     m, n, places = sizes
+    double = accumulator == "float64"
     threads = min(threads_of(info), _THREADS)
     bits = min((n - 1).bit_length(), threads.bit_length() - 1)
     template = _template(text(made, list(operands), accumulator == "float32"))
     bindings: dict[str, Any] = {
-        part.upper(): formula(epilogue, epilogue.inputs, accumulator, short=short)
+        part.upper(): formula(epilogue, epilogue.inputs, accumulator, short=short, straight=double)
         for part, epilogue in made.parts.items()
     }
     for name, x in operands.items():
@@ -77,12 +78,9 @@ def launch(
     schema = Schema(template, u64=" ".join(words))
     name = f"layer jet{' backward' if made.backward else ''}"
     # for more blocks than these the assembler spills some of float64 before 9.0, and the loop over
-    # a table everywhere; and where it may choose, a first layer's of two directions
-    double, blocks = accumulator == "float64", 0
-    if (double and info.capability < (9, 0)) or made.table:
-        blocks = 4
-    elif double and made.apart and made.directions == 2:
-        blocks = 3
+    # a table everywhere; where it may choose, some of a float64 backward
+    some = double and (made.backward or info.capability < (9, 0))
+    blocks = 4 if some or made.table else 0
     built = kernel(
         template, schema.signature, threads=threads, blocks=blocks, name=name, **bindings
     )
