@@ -8,6 +8,7 @@
     python asv_benches/jets_gpu.py --tiles 128,8,256,1 128,8,128,2,16,3 --only float32 128
                                                          the second's weights come in slices of
                                                          16 values of K, through 3 stages
+    python asv_benches/jets_gpu.py --turned              weights as torch.nn.Linear has them
     python asv_benches/jets_gpu.py --tiles bf16x6 bf16x6:128,8,256,1,32,2/128,8,256,1,32,2
                                                          by mma.sync, and by warp groups with these
                                                          tiles of a forward and of a backward
@@ -327,6 +328,14 @@ def timed(runs: dict[str, Run], seconds: float) -> dict[str, float]:
     return {way: statistics.median(t) for way, t in times.items()}
 
 
+def on_device(x: np.ndarray, layers: Any, turned: bool) -> tuple[Any, list[Any], list[Any]]:
+    """Return points, weights and biases on the device; turned weights are views of (out, in)."""
+    ws = [torch.from_numpy(w).cuda() for w, _ in layers]
+    if turned:
+        ws = [w.T.contiguous().T for w in ws]
+    return torch.from_numpy(x).cuda(), ws, [torch.from_numpy(b).cuda() for _, b in layers]
+
+
 def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse.Namespace) -> None:
     laplacian = name.startswith("Laplacian")
     x, layers = operands(np.random.default_rng(), points, (2, *sizes[1:]), dtype)
@@ -335,8 +344,7 @@ def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse
         x = generator.standard_normal((points, sizes[0])).astype(dtype)
         first = generator.standard_normal((sizes[0], sizes[1])) / np.sqrt(sizes[0])
         layers[0] = first.astype(dtype), layers[0][1]
-    on = [torch.from_numpy(y).cuda() for y in (x, *[w for w, _ in layers], *[b for _, b in layers])]
-    points_on, ws, bs = on[0], on[1 : 1 + len(layers)], on[1 + len(layers) :]
+    points_on, ws, bs = on_device(x, layers, args.turned)
     second = np.ones((1, sizes[0])) if laplacian else SECOND
     grads = laplace_grads if laplacian else burgers_grads
     loss = laplace_loss if laplacian else burgers_loss
@@ -398,7 +406,9 @@ def row(name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse
         forwards(name, x, layers, (points_on, ws, bs), args)
 
 
-def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Sequence[str]) -> None:
+def tiles(
+    name: str, points: int, sizes: Sequence[int], dtype: str, args: argparse.Namespace
+) -> None:
     """Print the time of a gradient as a graph, by each tile of whole networks, and by layers."""
     from numfuse.adapters import cuda_whole
     from numfuse.backends.cuda import network_tiling
@@ -407,14 +417,13 @@ def tiles(name: str, points: int, sizes: Sequence[int], dtype: str, words: Seque
     from numfuse.backends.cuda.plan import network_sizes
 
     x, layers = operands(np.random.default_rng(), points, (2, *sizes[1:]), dtype)
-    on = [torch.from_numpy(y).cuda() for y in (x, *[w for w, _ in layers], *[b for _, b in layers])]
-    points_on, ws, bs = on[0], on[1 : 1 + len(layers)], on[1 + len(layers) :]
+    points_on, ws, bs = on_device(x, layers, args.turned)
     jet, how = (points_on, ws, bs, "tanh"), {"second": SECOND}
     ways: dict[str, Run] = {}
     forwards: dict[str, Run] = {}
     kept = network_tiling.TILES[dtype], network_tiling.FORWARDS.get(dtype, ())
     grouped = network_tiling.GROUPED
-    for word in ("layers", *words):
+    for word in ("layers", *args.tiles):
         cuda_whole.ENABLED = word != "layers"
         split = word.startswith("bf16x6")
         if split:
@@ -461,6 +470,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD")
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--turned", action="store_true")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-jax", dest="jax", action="store_false")
     parser.add_argument("--folx", action="store_true")
@@ -474,7 +484,7 @@ def main() -> None:
         if not all(word in name for word in args.only):
             continue
         if args.tiles:
-            tiles(name, *how, args.tiles)
+            tiles(name, *how, args)
         else:
             row(name, *how, args)
 

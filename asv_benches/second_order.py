@@ -1,4 +1,4 @@
-"""Networks' tangents and double backwards on the CPU, beside PyTorch and JAX.
+"""Networks' tangents and double backwards beside PyTorch and JAX, on the CPU and on a GPU.
 
 ``python asv_benches/second_order.py [WORD ...]`` runs the rows whose names have all of the words,
 each way of each library in the same process by turns, with random operands, and prints medians in
@@ -17,6 +17,8 @@ milliseconds. What they compute is compared first, in float64.
   of the network's results, and of that of the gradient of their sum by the points.
 
 ``layers``: numfuse's own layers, one by one.
+
+``--device cuda`` runs the rows of tensors on a GPU, up to its end, and as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -177,11 +179,17 @@ def torch_calls(o: Operands) -> dict[str, Call]:
     return {"torch": lambda: second(kept), "torch, all": lambda: second(first(), False)}
 
 
-def through_torch(o: Operands) -> dict[str, Call]:
+def through_torch(o: Operands, device: str) -> dict[str, Call]:
     """Return calls on tensors: numfuse's node, its layers, and PyTorch's."""
     import torch
+    from jets_gpu import graphed
 
-    x, weights, biases = _each(lambda y: torch.from_numpy(y).requires_grad_(), o.given)
+    from numfuse.adapters import cuda_whole
+
+    def leaf(y: np.ndarray) -> Any:
+        return torch.from_numpy(y).to(device).requires_grad_()
+
+    x, weights, biases = _each(leaf, o.given)
     wanted = [*weights, *biases]
 
     def eager() -> Any:
@@ -195,6 +203,21 @@ def through_torch(o: Operands) -> dict[str, Call]:
         with by_layers, mock.patch.object(multilayer, "NETWORKS", {}):
             return node()
 
+    def apart_on_cuda(run: Call) -> Call:
+        def by_layers() -> Any:
+            with mock.patch.object(cuda_whole, "ENABLED", False):
+                return run()
+
+        return by_layers
+
+    def to_its_end(run: Call) -> Call:
+        def waited() -> Any:
+            found = run()
+            torch.cuda.synchronize()
+            return found
+
+        return waited
+
     def gradients(network: Call) -> Call:
         def run() -> Any:
             out = network()
@@ -205,14 +228,19 @@ def through_torch(o: Operands) -> dict[str, Call]:
 
         return run
 
-    runs = {"numfuse": node, "layers": apart, "torch": eager}
-    return {way: gradients(network) for way, network in runs.items()}
+    if device == "cpu":
+        runs = {"numfuse": node, "layers": apart, "torch": eager}
+        return {way: gradients(network) for way, network in runs.items()}
+    runs = {"numfuse": gradients(node), "layers": apart_on_cuda(gradients(node))}
+    runs["torch"] = gradients(eager)
+    runs |= {f"{way}, graphed": graphed(run) for way, run in runs.items()}
+    return {way: to_its_end(run) for way, run in runs.items()}
 
 
-def contestants(o: Operands, peers: str) -> dict[str, Call]:
+def contestants(o: Operands, peers: str, device: str = "cpu") -> dict[str, Call]:
     """Return the calls of a row."""
     if o.row in ("step", "penalty"):
-        return through_torch(o)
+        return through_torch(o, device)
     runs = {"numfuse": ours(o), "layers": by_layers(o)}
     if "jax" in peers:
         runs["jax.jit"] = jax_call(o)
@@ -226,7 +254,7 @@ def flat_of(found: Any) -> np.ndarray:
     if isinstance(found, (list, tuple)):
         return np.concatenate([flat_of(y) for y in found])
     if hasattr(found, "detach"):
-        found = found.detach()
+        found = found.detach().cpu()
     return np.asarray(found).ravel().astype(np.float64)
 
 
@@ -236,20 +264,25 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--peers", default="jax,torch")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     for name, how in ROWS.items():
+        if args.device == "cuda" and how[0] not in ("step", "penalty"):
+            continue
         if args.words and not all(word in name for word in args.words):
             continue
         o = Operands(*how)
-        runs = contestants(o, args.peers)
+        runs = contestants(o, args.peers, args.device)
         exact, errors = flat_of(contestants(o.wide(), "")["numfuse"]()), {}
         for way, run in runs.items():
             errors[way] = np.abs(flat_of(run()) - exact).max() / np.abs(exact).max()
             assert errors[way] < (1e-12 if how[-1] == "float64" else 2e-4), (way, errors[way])
         times = {way: 1e3 * np.median(t) for way, t in by_turns(runs, args.seconds).items()}
-        told = ", ".join(f"{way} {t:.2f} ({errors[way]:.0e})" for way, t in times.items())
-        peers = [t for way, t in times.items() if way not in ("numfuse", "layers")]
-        ratio = f"; {min(peers) / times['numfuse']:.2f} of the best peer" if peers else ""
+        told = ", ".join(f"{way} {t:.3f} ({errors[way]:.0e})" for way, t in times.items())
+        own = ("numfuse", "layers")
+        peers = [t for way, t in times.items() if not way.startswith(own)]
+        best = min(times["numfuse"], times.get("numfuse, graphed", np.inf))
+        ratio = f"; {min(peers) / best:.2f} of the best peer" if peers else ""
         print(f"{name}: {told}{ratio}", flush=True)
 
 

@@ -155,7 +155,7 @@ def draw_uses() -> None:
         note(f"beside {row.beside}; {row.where}", (0.5, place), xytext=(0, 11), va="center",
              fontsize=7.5, color=GREY)  # fmt: skip
     axes.set_xscale("log")
-    axes.set_xlim(0.5, 9)
+    axes.set_xlim(0.5, 13)
     axes.set_ylim(len(found) - 0.5, -0.9)
     axes.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 2, 3, 5, 7]))
     axes.xaxis.set_minor_formatter(NullFormatter())

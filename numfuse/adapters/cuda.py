@@ -53,16 +53,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     *NAMES,
+    "call_again",
     "checked",
     "epilogue_jet",
     "fused",
     "jet",
+    "jet_again",
     "network",
+    "network_once",
     "perceptron_along",
     "perceptron_at_once",
     "perceptron_is_whole",
     "repeated",
     "run",
+    "switches",
     "synchronize",
     "to_numpy",
 ]
@@ -127,8 +131,10 @@ epilogue_jet = jet
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
 _arrays_of = cuda_networks.arrays_of(sys.modules[__name__], _put)
-repeated = cuda_networks.chain_again
-network = cuda_networks.again(stacks.network(_arrays_of))
+repeated, call_again = cuda_networks.chain_again, cuda_networks.call_again
+jet_again, switches = cuda_networks.jet_again, cuda_networks.switches
+network_once = stacks.network(_arrays_of)
+network = cuda_networks.again(network_once)
 _values = cuda_values.Values(_arrays_of)
 perceptron_at_once, perceptron_is_whole = _values.at_once, _values.is_whole
 perceptron_along = _values.along

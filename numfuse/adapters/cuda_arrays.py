@@ -21,9 +21,6 @@ from numfuse.backends.cuda.call.record import Argument
 from numfuse.runtime.dispatch import AGAIN
 from numfuse.runtime.views import dtype_of
 
-#: Calls on tensors that are recalled, and the forms of their operands to each.
-_CALLS, _FORMS = 512, 8
-
 
 class Torch(Kind):
     holds = False
@@ -31,7 +28,9 @@ class Torch(Kind):
     def __init__(self) -> None:
         import torch
 
-        self._torch = torch
+        from numfuse.adapters.torch.forms import Forms, places
+
+        self._torch, self._places = torch, places
         served = "float64", "float32", "float16", "bfloat16"
         self._dtypes = {name: getattr(torch, name) for name in served}
         self._names = {dtype: name for name, dtype in self._dtypes.items()}
@@ -45,13 +44,8 @@ class Torch(Kind):
         self.device = partial(torch.device, "cuda")
         self._tensors = {torch.Tensor, torch.nn.Parameter}
         self._grad = torch.is_grad_enabled
-        self._size, self._stride = torch.Tensor.size, torch.Tensor.stride
-        #: Calls on tensors of known forms, the latest first, by what was asked.
-        self._known: dict[Any, tuple[Any, ...]] = {}
-        try:  # no public part of PyTorch
-            self._guards: Any = import_module("torch._C._dynamo.guards").TensorGuards
-        except (ImportError, AttributeError):
-            self._guards = None
+        #: Calls on tensors of known forms.
+        self._known = Forms()
         #: A tensor of one element, by its device and dtype.
         self._ones: dict[tuple[int, str], Any] = {}
 
@@ -64,48 +58,21 @@ class Torch(Kind):
         return x.shape, x.stride(), x.dtype, at, x.get_device()
 
     def recall(self, asked: Any, operands: Any, addresses: list[int]) -> tuple[Any, Any, int]:
-        # Forms of tensors one by one in Python take a quarter of a call. PyTorch's check of a
-        # compiled graph's inputs compares classes, dtypes, devices, shapes, strides and dispatch
-        # keys (negative bits, zeros without memory, transformations) of all in one call.
-        tensors, key = self._asked(asked, operands)
-        try:
-            for fits, kept, program, ordinal in self._known.get(key, ()):
-                if fits(*tensors):
-                    found = [x.data_ptr() for x in tensors]
-                    alive = program()
-                    if 0 in found or any([at & 15 for at in found]) or alive is None:
-                        break
-                    addresses += found
-                    return kept, alive, ordinal
-        except TypeError:  # lists, and what is no tensor, have to be read with care
-            pass
+        # (a number among the operands is a str here)
+        known = self._known.find(asked, operands)
+        if known is not None:
+            kept, program, ordinal = known
+            alive, found = program(), self._places(operands)
+            if found is not None and alive is not None:
+                addresses += found
+                return kept, alive, ordinal
         return None, None, -1
-
-    def _asked(self, asked: Any, operands: Any) -> tuple[list[Any], Any]:
-        """Return the tensors of a call, and what else it depends on; a number is a str here."""
-        given = [x if x is None or type(x) is str else 0 for x in operands]
-        tensors = [x for x, found in zip(operands, given, strict=True) if found == 0]
-        return tensors, (asked, self._grad(), *given)
 
     def keep(self, asked: Any, operands: Any, kept: Any, ordinal: int) -> None:
         """Let `recall` find a call on operands that have been looked at."""
-        tensors, key = self._asked(asked, operands)
-        if self._guards is None or any([x.data_ptr() & 15 for x in tensors]):
-            return
-        sizes, steps = ([list(f(x)) for x in tensors] for f in (self._size, self._stride))
-        try:
-            before = self._known.get(key, ())
-            how = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": steps}
-            fits = self._guards(*tensors, **how).check
-            # (arrays that are given twice never fit; another version might look at less)
-            if not fits(*tensors) or fits(tensors[0][None], *tensors[1:]):
-                return
-        except (TypeError, SystemError):  # lists, or another version
-            return
-        if len(self._known) > _CALLS:
-            self._known.clear()
-        made = fits, kept._replace(program=None), weakref.ref(kept.program), ordinal
-        self._known[key] = (made, *before)[:_FORMS]
+        if self._places(operands) is not None:
+            made = kept._replace(program=None), weakref.ref(kept.program), ordinal
+            self._known.keep(asked, operands, made)
 
     def forget(self) -> None:
         self._known.clear()

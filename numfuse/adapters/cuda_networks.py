@@ -161,6 +161,12 @@ def arrays_of(functions: Any, put: Callable[..., DeviceArray]) -> Callable[[str,
     return find
 
 
+def _of_kept(keep: Kept, arrays: list[Any]) -> tuple[int, int]:
+    """Add what a forward kept to arrays; return how many inputs and sums that were."""
+    arrays += [*keep.inputs, *keep.sums, keep.whole]
+    return len(keep.inputs), len(keep.sums)
+
+
 def again(long: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs networks' jets as `long` does, and those that come again as one program."""
 
@@ -181,9 +187,8 @@ def again(long: Callable[..., Any]) -> Callable[..., Any]:
         if grads is not None and keep is not None:
             if not isinstance(keep, Kept):
                 return call()
-            kept = len(keep.inputs), len(keep.sums)
-            arrays += [*keep.inputs, *keep.sums, keep.whole]
-        rest = kept, tuple(needs), _switches()
+            kept = _of_kept(keep, arrays)
+        rest = kept, tuple(needs), switches()
         try:
             mark = marks.mark(kind, weights, biases, how, form, *rest)
         except (TypeError, ValueError):  # the long way says what is wrong
@@ -198,7 +203,8 @@ def again(long: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _switches() -> tuple[Any, ...]:
+def switches() -> tuple[Any, ...]:
+    """Return the choices of ways that may be made for all networks."""
     return cuda_whole.ENABLED, cuda_whole.HALF, half_networks.switches()
 
 
@@ -213,5 +219,35 @@ def chain_again(
     """Return what `long` does with a chain's layers: as one program, if they come again."""
     weights, biases, activations = zip(*chain.layers, strict=True)
     arrays = [chain.x, *weights, *biases, *others]
-    mark = tuple(map(marks.function, activations)), chain.guard, options, _switches()
+    mark = tuple(map(marks.function, activations)), chain.guard, options, switches()
     return repeated(mark, arrays, chain.backend, partial(_formulas, activations), long)
+
+
+def call_again(
+    asked: tuple[Any, ...], arrays: Sequence[Any], call: Any, long: Callable[[], Any]
+) -> Any:
+    """Return what `long` does with a network: as one program, if it comes again.
+
+    `asked` is what it does, `call` the network (`adapters.jets.NetworkOperands`), `arrays` are all
+    that it reads.
+    """
+    mark = "call", asked, call.mark, switches()
+    return repeated(mark, arrays, call.backend, partial(_formulas, call.activations), long)
+
+
+def jet_again(
+    call: Any, grads: Sequence[Any] | None, operands: Sequence[Any], constants: Sequence[Any],
+    keep: Any, needs: tuple[str, ...], long: Callable[[], Any],
+) -> Any:  # fmt: skip
+    """Return what `long` does, a network's jet or its backward, as `again` does.
+
+    `keep` is whether a forward keeps something, or what it kept (`stacks.Kept`).
+    """
+    arrays, kept = [*operands, *(grads or ())], keep
+    if isinstance(keep, Kept):
+        kept = _of_kept(keep, arrays)
+    known = [marks.content(y) for y in constants]
+    if None in known:
+        return long()
+    asked = "jet" if grads is None else "jet backward", kept, needs, *known
+    return call_again(asked, arrays, call, long)

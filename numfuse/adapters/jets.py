@@ -196,6 +196,11 @@ class NetworkOperands:
     backend: Any
 
     @property
+    def mark(self) -> tuple[Any, ...]:
+        """Return what tells a call from others, but its operands and backend."""
+        return (self.guard, *[f.serial for f in self.activations])
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Return what messages call the operands."""
         layers = range(len(self.activations))

@@ -17,8 +17,9 @@ try:
     from cuda_devices import HOPPER
     from cuda_machine import Machine
 
+    from numfuse.activations import get
     from numfuse.backends.cuda.plan import half_networks
-    from numfuse.backends.cuda.plan.group_sizes import Apart, apart_sizes_of
+    from numfuse.backends.cuda.plan.group_sizes import Apart, apart_rule, apart_sizes_of
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -144,3 +145,19 @@ def test_sizes_that_fit():
                 assert all(at % 1024 == 0 for at in places)
     assert apart_sizes_of(HOPPER, (64,) * 6, (64,) * 3, True, Apart(3)).next_is_spare
     assert apart_sizes_of(HOPPER, (64,) * 3, (64,) * 3, True, Apart(3)) is None
+
+
+@pytest.mark.parametrize(
+    "activation, layers, groups",
+    [
+        ("relu", 3, 3), ("relu", 4, 3), ("relu", 5, 2), ("tanh", 3, 3), ("silu", 3, 3),
+        ("tanh", 4, 0), ("gelu_erf", 3, 0), ("relu", 6, 0),
+    ],
+)  # fmt: skip
+def test_gradients_go_the_way_that_was_faster(activation, layers, groups):
+    how = apart_rule((64,) * 3, layers, get(activation))
+    assert (how.groups if how else 0) == groups
+    if how is not None:
+        rectified = activation == "relu"
+        assert apart_sizes_of(HOPPER, (64,) * (layers + 1), (64,) * 3, rectified, how) is not None
+    assert apart_rule((16, 64, 16), layers, get(activation)) is None

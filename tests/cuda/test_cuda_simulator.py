@@ -71,6 +71,9 @@ ARRAYS = suite(
     NUMFUSE_TEST_SETS=SETS,
 )
 
+#: (whose tensors all say that they are on a GPU)
+TENSORS = suite(["cuda/test_cuda_tensors.py"])
+
 
 def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():
     done = run(
@@ -116,3 +119,11 @@ def test_arrays_of_a_device_stay_there_in_the_simulator():
     done = ARRAYS.result()
     assert done.returncode == 0, done.stdout[-6000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout[-1000:]
+
+
+@pytest.mark.long(shared=True)
+def test_pytorchs_tensors_are_nodes_in_the_simulator():
+    pytest.importorskip("torch")
+    done = TENSORS.result()
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.stdout.count("PASSED") == 13, done.stdout[-1000:]

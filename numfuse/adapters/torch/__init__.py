@@ -5,8 +5,10 @@ often differentiable, and as modules.
 - `epilogues`: nodes of epilogues and gated layers, and what their derivatives are made of;
   `formulas`: derived formulas; `pieces`: calls that are no nodes
 - `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
-- `jets`: jets of layers and networks; `perceptrons`: networks' values
-- `replayed`, `replayed_networks`: calls on the CPU that come again
+- `jets`: jets of layers and networks; `perceptrons`: networks' values, `device_perceptrons` on a
+  GPU, `layered_perceptrons` layer by layer
+- `replayed`, `replayed_networks`: calls on the CPU that come again; `forms`: records by the forms
+  of tensors
 - `compiled`: a layer that is trained in a program of torch.compile
 - `operators`: a primitive as an operator of PyTorch; `rules`: its derivatives
 - `tensors`: memory, and who watches; `keys`: strings for what a schema cannot name
@@ -21,6 +23,12 @@ from typing import Any
 from numfuse import epilogue_jets, fusion, gated, multilayer, networks
 from numfuse import jets as layers
 from numfuse.adapters.surface import NAMES
+from numfuse.adapters.torch.device_perceptrons import (
+    perceptron_along,
+    perceptron_at_once,
+    perceptron_is_whole,
+    repeated,
+)
 from numfuse.adapters.torch.eager import TENSORS
 from numfuse.adapters.torch.functions import activation, again, public
 from numfuse.adapters.torch.functions import fused as fused
@@ -30,14 +38,7 @@ from numfuse.adapters.torch.jets import network
 from numfuse.adapters.torch.kept import recompute
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.perceptrons import (
-    perceptron,
-    perceptron_again,
-    perceptron_along,
-    perceptron_at_once,
-    perceptron_is_whole,
-    repeated,
-)
+from numfuse.adapters.torch.perceptrons import perceptron, perceptron_again
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, NETWORKS, serve
 

@@ -22,6 +22,7 @@ from numfuse.adapters.torch import replayed
 from numfuse.adapters.torch.kept import FINITE, Way, way
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import TEAM, array_over, to_tensor, watched, with_tensors
+from numfuse.backends import active
 from numfuse.operations import OPERATIONS, Operation
 from numfuse.runtime.threads import share
 
@@ -62,6 +63,19 @@ def mode(operands: Sequence[Any]) -> int:
     if first is None or watched() or not (on_cpu or first.is_cuda):
         return 0
     return 2 if gradient and torch.is_grad_enabled() else 1
+
+
+def lasting(backend: Any, like: Any) -> Any:
+    """Return the backend with which a node runs, for its backward too.
+
+    PyTorch runs the backward of a GPU's tensors in a thread of its own, which has no `use_backend`.
+    """
+    if backend is None and like.is_cuda:
+        chosen: Any = active()
+        if chosen is not None and chosen.name == "cuda":
+            place = like.get_device()
+            return chosen if chosen.ordinal == place else chosen.configure(place)
+    return backend
 
 
 def complete(operands: Sequence[Any]) -> bool:
@@ -382,7 +396,7 @@ def layer(
     gradient = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
     if not (gradient and torch.is_grad_enabled()):
         return run(LAYER, (a, b, bias), act, (with_pre,), (), backend, (1,) * flipped)
-    how = way(act, a, with_pre, flipped, backend, keep)
+    how = way(act, a, with_pre, flipped, lasting(backend, a), keep)
     found = _apply_layer(a, b, bias, how)
     return found[0] if how.keeps == "pre" and not with_pre else found
 
@@ -390,13 +404,14 @@ def layer(
 def _gate(a: Any, b: Any, act: Any, backend: Any) -> Any:
     """Return a gate of tensors that :func:`mode` lets through."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _apply_gate(a, b, act if type(act) is Activation else get(act), backend)
+        act = act if type(act) is Activation else get(act)
+        return _apply_gate(a, b, act, lasting(backend, a))
     return run(_GATE, (a, b), act, backend=backend)
 
 
 #: By operation: what records it, of operands, activation, flags and backend.
 DIFFERENTIABLE = {
     LAYER: lambda x, act, flags, backend: layer(x[0], x[1], x[2], act, backend, with_pre=flags[0]),
-    _RESIDUAL: lambda x, act, flags, backend: _apply_residual(*x, backend),
+    _RESIDUAL: lambda x, act, flags, backend: _apply_residual(*x, lasting(backend, x[0])),
     _GATE: lambda x, act, flags, backend: _gate(x[0], x[1], act, backend),
 }

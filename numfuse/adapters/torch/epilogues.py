@@ -131,7 +131,8 @@ def record(
     """Run a forward as a node of PyTorch's graph; it keeps its sums with `keep`."""
     if keep and op.form.factors:
         op = sibling(op, f, "forward", keep)
-    found = _apply(*operands, How(op, f, flipped, backend))
+    like = next(y for y in operands if isinstance(y, Tensor))
+    found = _apply(*operands, How(op, f, flipped, eager.lasting(backend, like)))
     if type(found) is not tuple or len(found) == op.form.results:
         return found
     return found[: op.form.results] if op.form.results > 1 else found[0]

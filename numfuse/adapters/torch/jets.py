@@ -7,7 +7,7 @@ differentiated again, torch.func and forward mode go the plain way.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,15 +27,19 @@ from numfuse.adapters.jets import (
     FusedFormulas,
     JetCall,
     LayerCall,
+    NetworkCall,
     layer_call,
     network_call,
     network_entry,
 )
-from numfuse.adapters.torch import eager
+from numfuse.adapters.stacks import Kept
+from numfuse.adapters.torch import eager, tensors
 from numfuse.adapters.torch.compiled import follows
+from numfuse.adapters.torch.forms import Forms
 from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.keys import backend_key, backend_of, formula_key, key_of
 from numfuse.adapters.torch.operators import BY_NAME, in_graph, on_cuda
+from numfuse.adapters.torch.replayed_networks import flat_call
 from numfuse.adapters.torch.tensors import (
     arrays_over,
     autocast,
@@ -98,9 +102,27 @@ def _detached(x: Sequence[Any]) -> list[Any]:
 _as_they_are = partial(torch.autocast, "cuda", enabled=False)
 
 
+def _on_a_gpu(
+    call: NetworkCall, grads: Any, x: Sequence[Any], constants: Constants, keep: Any,
+    needs: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    """Return a network's results and what is kept, or with cotangents the gradients."""
+
+    def long() -> Any:
+        groups = call.apart(_detached(x))
+        how = call.activations[:-1], call.activations[-1], call.guard, call.backend
+        given = None if grads is None else _detached(grads)
+        return on_cuda().network_once(given, *groups, how, constants, keep, needs)
+
+    return on_cuda().jet_again(call, grads, x, constants, keep, needs, long)
+
+
 def _forward(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> Any:
     """Return the results as tensors, and what is kept."""
     if x[0].is_cuda:
+        if isinstance(call, NetworkCall):
+            found = _on_a_gpu(call, None, x, constants, keep)
+            return found if keep else (found, None)
         with _as_they_are():
             return call.forward(_detached(x), constants, keep)
     found, kept = run_beside(call.forward, arrays_over(x), constants, keep)
@@ -117,6 +139,9 @@ def _backward(
 ) -> list[Any]:
     """Return the gradient of each operand, None where it is not needed."""
     if x[0].is_cuda:
+        if isinstance(call, NetworkCall):
+            found = _on_a_gpu(call, grads, x, constants, kept, call.groups(needs))
+            return call.flat(found, needs)
         with _as_they_are():
             return call.backward(_detached(grads), _detached(x), constants, needs, kept)
     arrays = arrays_over(grads), arrays_over(x)
@@ -181,22 +206,51 @@ class _Node(Function):
     @staticmethod
     def forward(ctx: Any, call: JetCall, constants: Constants, *x: Any) -> Any:
         found, kept = _forward(call, x, constants, not recomputes())
-        ctx.how = call, constants
-        ctx.save_for_backward(*x, None if kept is None else KeptValue(kept).ticket())
+        own = _tensors_of(kept)
+        ctx.how = call, constants, len(x), own[0]
+        ctx.save_for_backward(*x, *own[1:])
         ctx.set_materialize_grads(False)
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *gs: Any) -> Any:
-        *x, ticket = ctx.saved_tensors
-        call, constants = ctx.how
+        call, constants, count, lengths = ctx.how
+        saved = ctx.saved_tensors
+        x, own = saved[:count], saved[count:]
         needs = ctx.needs_input_grad[2:]
         there = [g for g in gs if g is not None]
         if not there:
             return (None,) * (2 + len(x))
         if torch.is_grad_enabled() or eager.mode(there) != 1:
             return None, None, *_plain_backward(call, gs, x, constants, needs)
-        return None, None, *_backward(call, gs, x, constants, needs, kept_of(ticket))
+        kept = _kept_again(lengths, own)
+        return None, None, *_backward(call, gs, x, constants, needs, kept)
+
+
+#: As `apply`, without PyTorch's preparations for torch.func, which `mode` has excluded.
+_apply_node: Callable[..., Any] = super(Function, _Node).apply
+
+
+def _lasting(call: JetCall, x: Sequence[Any]) -> JetCall:
+    """Return a call with the backend that its backward has, too."""
+    backend = eager.lasting(call.backend, x[0])
+    return call if backend is call.backend else replace(call, backend=backend)
+
+
+def _tensors_of(kept: Any) -> list[Any]:
+    """Return what PyTorch saves of what a forward kept, behind what says how it is put together."""
+    if isinstance(kept, Kept):  # tensors
+        lengths = len(kept.inputs), len(kept.sums)
+        return [lengths, *kept.inputs, *kept.sums, kept.whole]
+    return [None] if kept is None else [None, KeptValue(kept).ticket()]
+
+
+def _kept_again(lengths: Any, own: Sequence[Any]) -> Any:
+    """Return what a forward kept, of what PyTorch saved."""
+    if lengths is None:
+        return kept_of(own[0]) if own else None
+    first, count = lengths
+    return Kept([*own[:first]], [*own[first : first + count]], own[-1])
 
 
 def _run(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> Any:
@@ -212,7 +266,7 @@ def _run(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> A
     if how == 1:
         found, _ = _forward(call, x, constants, False)
     elif how == 2:
-        found = _Node.apply(call, constants, *x)
+        found = _apply_node(_lasting(call, x), constants, *x)
     else:
         found = _plain(call, x, constants)
     return call.result(*found)
@@ -265,9 +319,41 @@ _network = network_entry(_run, _run_backward, _WHAT)
 def network(grads: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:
     """Run a network's jet, or with cotangents its backward; see `numfuse.adapters.stacks`."""
     given = biases if isinstance(biases, Sequence) else ()
+    if grads is None:
+        found = _network_again(x, weights, biases, *rest)
+        if found is not None:
+            return found
     if _is_on_a_gpu([x, *weights, *given, *(grads or ())]):
         return on_cuda().network(grads, x, weights, biases, *rest)
     return _network(grads, x, weights, biases, *rest)
+
+
+#: Networks of a GPU's tensors that are a node.
+_KNOWN = Forms()
+
+
+def _network_again(
+    x: Any, weights: Any, biases: Any, how: tuple[Any, ...], constants: Constants, keep: Any,
+    needs: Any, out: Any = None,
+) -> Any:  # fmt: skip
+    """Return a network's jet as a node, of a GPU's tensors whose forms came before; else None."""
+    if torch.compiler.is_compiling() or keep or out is not None or not isinstance(x, Tensor):
+        return None
+    if not x.is_cuda or not torch.is_grad_enabled() or tensors.watched() or autocasts(x):
+        return None
+    activation, final, guard, backend = how
+    given = flat_call(x, weights, biases, activation, final)
+    if given is None:
+        return None
+    operands, functions = given
+    call = NetworkCall(functions, bool(guard), eager.lasting(backend, x))
+    if _KNOWN.find(call.mark, operands) is not None:
+        return call.result(*_apply_node(call, constants, *operands))
+    if eager.mode(operands) != 2:
+        return None
+    found = _run(call, operands, constants, False)
+    _KNOWN.keep(call.mark, operands, True)
+    return found
 
 
 # --- programs of torch.compile --------------------------------------------------------------------

@@ -163,6 +163,32 @@ class KnownNetwork:
 _KNOWN: Replay[Any] = Replay(1024, 0)
 
 
+def flat_call(
+    x: Tensor, weights: Any, biases: Any, activation: Any, final: Any
+) -> tuple[list[Any], tuple[Activation, ...]] | None:
+    """Return a call's operands, None for a bias that is not there, and each layer's activation.
+
+    None: it is no call in the usual form.
+    """
+    if type(weights) not in _SEQUENCES:
+        return None
+    count = len(weights)
+    if biases is None:
+        biases = (None,) * count
+    elif type(biases) not in _SEQUENCES or len(biases) != count:
+        return None
+    hidden = activation
+    if type(activation) is str or type(activation) is Activation:
+        hidden = (activation,) * (count - 1)
+    elif type(activation) not in (list, tuple) or len(activation) != count - 1:
+        return None
+    made: list[Any] = [TABLE.get(f) if type(f) is str else f for f in (*hidden, final)]
+    for f in made:
+        if type(f) is not Activation:
+            return None
+    return [x, *weights, *biases], tuple(made)
+
+
 def again(
     x: Tensor, weights: Any, biases: Any, activation: Any, final: Any, backend: Any,
     node: Callable[..., Tensor],
@@ -171,31 +197,19 @@ def again(
 
     None: it goes another way, which also says what is wrong with a call.
     """
-    if torch.compiler.is_compiling() or not x.is_cpu or type(weights) not in _SEQUENCES:
+    if torch.compiler.is_compiling() or not x.is_cpu:
         return None
-    count = len(weights)
-    if biases is None:
-        biases = (None,) * count
-    elif type(biases) not in _SEQUENCES or len(biases) != count:
+    given = flat_call(x, weights, biases, activation, final)
+    if given is None:
         return None
-    operands = [x, *weights, *biases]
+    operands, made = given
     how = mode(operands)
     if not how or autocasts(x):
         return None
-    hidden = activation
-    if type(activation) is str or type(activation) is Activation:
-        hidden = (activation,) * (count - 1)
-    elif type(activation) not in (list, tuple) or len(activation) != count - 1:
-        return None
-    made: list[Any] = [TABLE.get(f) if type(f) is str else f for f in (*hidden, final)]
     chosen: Any = ACTIVE.get() if backend is None else backend
     if chosen is None or type(chosen) is str:
         chosen = LOADED.get(DEFAULT if chosen is None else chosen)
-    form: list[Any] = [chosen]
-    for f in made:
-        if type(f) is not Activation:
-            return None
-        form.append(f.serial)
+    form: list[Any] = [chosen, *[f.serial for f in made]]
     for y in operands:
         if y is None:
             form.append(None)
@@ -211,7 +225,7 @@ def again(
         _KNOWN.keep(asked, known)
     if not known:
         return None
-    call = ValueCall(tuple(made), True, chosen)
+    call = ValueCall(made, True, chosen)
     if how == 2:
         return node(*operands, call, known)
     found: Tensor = known.forward(call, operands, False)[0]

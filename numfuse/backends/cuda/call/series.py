@@ -118,16 +118,24 @@ def repeated(
         return long()
     chosen: Any = active() if backend is None else backend
     precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-    places = {id(x): i for i, x in reversed([*enumerate(arrays)])}
-    same = tuple([places[id(x)] for x in arrays])
-    own = [x for i, x in enumerate(arrays) if same[i] == i and x is not None]
-    asked = "series", mark, kind, precision, same, tuple([x is None for x in arrays]), backend
+    asked: tuple[Any, ...] = "series", mark, kind, precision, backend
     addresses: list[int] = []
+    given, own = arrays, [x for x in arrays if x is not None]
     if kind.recall is not None:
-        found, program, ordinal = kind.recall(asked, own, addresses)
+        found, program, ordinal = kind.recall(asked, given, addresses)
         if found is not None:
             return found.run(program, kind, ordinal, own, addresses)
-    seen: list[Any] = [*asked]
+    places = {id(x): i for i, x in reversed([*enumerate(arrays)])}
+    same = tuple([places[id(x)] for x in arrays])
+    absent = tuple([x is None for x in arrays])
+    once = [x for i, x in enumerate(arrays) if same[i] == i and x is not None]
+    if len(once) < len(own):  # (of arrays that are given twice none is recalled)
+        given, own, asked = once, once, (*asked, same, absent)
+        if kind.recall is not None:
+            found, program, ordinal = kind.recall(asked, given, addresses)
+            if found is not None:
+                return found.run(program, kind, ordinal, own, addresses)
+    seen: list[Any] = [*asked, same, absent]
     ordinal = kind.glance([*own], seen, addresses)
     if ordinal < 0:
         return long()
@@ -137,7 +145,7 @@ def repeated(
         return long()
     if found is not None:
         if kind.recall is not None:
-            kind.keep(asked, own, found, ordinal)
+            kind.keep(asked, given, found, ordinal)
         return found.run(found.program, kind, ordinal, own, addresses)
     notes = Notes(kind)
     before = NOTES.set(notes)

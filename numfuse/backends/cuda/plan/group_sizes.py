@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from numfuse.activations import Activation, get
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels.network_layers import MOST_LAYERS
 from numfuse.backends.cuda.kernels.network_panels import ALIGNED, CHUNK, GROUP_ROWS, box_of
@@ -321,18 +322,30 @@ class Apart(NamedTuple):
     masks: bool = False
 
 
-def apart_rule(
-    padded: tuple[int, int, int], count: int, rectified: bool, moves: bool
-) -> Apart | None:
+#: Activations whose backward takes no more registers than a thread with rows has.
+_LIGHT = "gelu", "sigmoid", "silu", "softplus", "tanh"
+
+
+def apart_rule(padded: tuple[int, int, int], count: int, activation: Activation) -> Apart | None:
     """Return how a backward has its sums of gradients apart; None where that was not faster.
 
-    Of 64 columns, bfloat16 and relu, 2^20 rows, value and gradients on an H200, microseconds: with
-    3 layers 217 (three groups, bits), 222 (three), 231 (two) for 238; with 4 275, 295, 303 for 293;
-    with 5 380, 381, 378 for 389. Nothing else was timed (`moves`: the gradient by the points).
+    Of 64 columns and bfloat16, 2^20 rows, value and gradients on an H200, microseconds:
+
+    - relu, 3 layers: 214 (three groups, bits), 220 (three), 228 (two) for 236; with 4 layers 272,
+      291, 300 for 290; with 5 380, 381, 378 for 389;
+    - relu with the gradient by the points, 3 layers: 274, 291, 307 for 308; with 4 337, 351, 368
+      for 363;
+    - 3 layers of tanh 416 (three), 449 (two) for 501, of silu 319, 365 for 350.
+
+    Nothing else was timed. With the gradient by the points the others go the same way, so that the
+    gradients by weights have the same bits.
     """
-    if padded != (_PANEL, _PANEL, _PANEL) or not rectified or moves or not 3 <= count <= 5:
+    if padded != (_PANEL, _PANEL, _PANEL) or not 3 <= count <= 5:
         return None
-    return Apart(2) if count == 5 else Apart(3, True)
+    if activation is get("relu"):
+        return Apart(2) if count == 5 else Apart(3, True)
+    light = any(activation is get(name) for name in _LIGHT)
+    return Apart(3) if light and count == 3 else None
 
 
 @functools.lru_cache(maxsize=256)

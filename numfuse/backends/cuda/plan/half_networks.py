@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 #: Whether warp groups with wgmma run what they can on Hopper; else mma.sync does.
 GROUPS = os.environ.get("NUMFUSE_CUDA_NETWORKS") != "mma.sync"
 #: How a backward by warp groups has its sums of gradients apart from rows, where it can, by its
-#: padded widths, its layers, whether it is of relu and whether it makes d_x; None: each group, or
-#: the groups of a block together, have their own.
+#: padded widths, its layers and its activation; None: each group, or the groups of a block
+#: together, have their own.
 APART: Callable[..., Apart | None] = apart_rule
 #: Values that a thread brings to shared memory together.
 _HELD = 8
@@ -235,9 +235,9 @@ def _chosen(info: DeviceInfo, dtype: str, p: NetworkProblem, x: View, end: View)
     if groups is None or (p.backward and not fits(x, end)):
         return s
     if p.backward and fits(x, end, _APART_LOADS):
-        rectified = p.activation is get("relu")
-        how = APART(s.padded, s.count, rectified, "d_points" in p.arrays)
+        how = APART(s.padded, s.count, p.activation)
         if how is not None:
+            rectified = p.activation is get("relu")
             return apart_sizes_of(info, s.widths, s.padded, rectified, how) or groups
     return groups
 
