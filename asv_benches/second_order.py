@@ -41,6 +41,8 @@ SIZES = {
     "2000 points, 2-4x32-1": (2000, (2, *[32] * 4, 1)),
     "10000 points, 2-4x64-1": (10000, (2, *[64] * 4, 1)),
     "10000 points, 64-96-96-10": (10000, (64, 96, 96, 10)),
+    # (on a GPU no kernel runs it whole)
+    "512 points, 512-2048-512-10": (512, (512, 2048, 512, 10)),
 }
 #: The results that a row asks a double backward for.
 NEEDS = {"double": ("grad", "x", "weights", "biases"), "hessian": ("weights", "biases")}
@@ -185,6 +187,7 @@ def through_torch(o: Operands, device: str) -> dict[str, Call]:
     from jets_gpu import graphed
 
     from numfuse.adapters import cuda_whole
+    from numfuse.adapters.torch import device_perceptrons
 
     def leaf(y: np.ndarray) -> Any:
         return torch.from_numpy(y).to(device).requires_grad_()
@@ -205,7 +208,8 @@ def through_torch(o: Operands, device: str) -> dict[str, Call]:
 
     def apart_on_cuda(run: Call) -> Call:
         def by_layers() -> Any:
-            with mock.patch.object(cuda_whole, "ENABLED", False):
+            never = mock.patch.object(device_perceptrons, "fits", lambda _: False)
+            with never, mock.patch.object(cuda_whole, "ENABLED", False):
                 return run()
 
         return by_layers

@@ -5,6 +5,7 @@ Run by `test_cuda_simulator`; `test_torch_cuda_values` and `test_torch_cuda_jets
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -204,6 +205,101 @@ def test_transformations_see_the_layers():
     given = wide(x, weights, biases)
     wanted = torch.func.grad(lambda own: textbook(given[0], own, given[2]).square().sum())(given[1])
     close(found, wanted)
+
+
+# --- layers as one node ---------------------------------------------------------------------------
+TORCHS = {
+    "tanh": torch.tanh, "relu": torch.relu, "sigmoid": torch.sigmoid,
+    "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"), "none": lambda x: x,
+}  # fmt: skip
+
+
+def layers(activation, final):
+    """The same network by numfuse and by PyTorch."""
+
+    def by_torch(x, weights, biases):
+        last = len(weights) - 1
+        for i, (w, bias) in enumerate(zip(weights, biases, strict=True)):
+            x = TORCHS[activation if i < last else final](x @ w + (0 if bias is None else bias))
+        return x
+
+    return lambda *x: nf.mlp(*x, activation, final=final), by_torch
+
+
+@pytest.fixture
+def chained(monkeypatch):
+    monkeypatch.setattr("numfuse.adapters.cuda_whole.ENABLED", False)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("final", ["none", "sigmoid", "gelu"])
+@pytest.mark.parametrize("activation", ["tanh", "relu", "gelu"])
+def test_layers_are_one_node_that_comes_again(
+    activation, final, recomputes, chained, launched, monkeypatch
+):
+    ours, theirs = layers(activation, final)
+    how = nf.adapters.torch.recompute if recomputes else contextlib.nullcontext
+    for seed in range(4):
+        x, weights, biases = draw(dtype=torch.float64, seed=seed)
+        weights[1] = weights[1].detach().T.contiguous().T.requires_grad_()  # as `Linear` has it
+        biases[0] = None
+        if seed == 3:
+            monkeypatch.setattr(Chain, "__init__", unknown)
+            launched.clear()
+        with how():
+            found = step(ours, (x, weights, biases))
+        assert found[2].stride() == weights[1].stride()
+        close(found, step(theirs, wide(x, weights, biases)), 2.0**-53)
+    assert len(launched) == 2 and nf.last_call().backend == "cuda"
+
+
+def test_layers_make_the_gradients_that_are_asked_for(chained, launched, monkeypatch):
+    monkeypatch.setattr(eager, "_SMALL_PRODUCT", 0)  # (of small ones all are made)
+    x, weights, biases = draw(dtype=torch.float64)
+    ours, theirs = layers("tanh", "none")
+    given = wide(x, weights, biases)
+    pairs = [
+        ([x], [given[0]]), (weights[1:], given[1][1:]), (biases[2:], given[2][2:]),
+        ([x, weights[0]], [given[0], given[1][0]]),
+    ]  # fmt: skip
+    kernels = []
+    for own, exact in pairs:
+        for _ in range(3):
+            out = ours(x, weights, biases).sin().sum()
+            launched.clear()
+            found = torch.autograd.grad(out, own)
+        kernels.append(launched[0].count(","))
+        assert len(launched) == 1
+        close(found, torch.autograd.grad(theirs(*given).sin().sum(), exact), 2.0**-53)
+    # of x alone no product is made for the weights, of a last bias but its sum
+    assert kernels[2] < kernels[0] < kernels[3], kernels
+
+
+def test_layers_of_frozen_parameters_and_of_leading_axes(chained):
+    ours, theirs = layers("gelu", "none")
+    _, weights, biases = draw(dtype=torch.float64)
+    points = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    frozen = [weights[0].detach(), weights[1], weights[2].detach()]
+    for _ in range(3):
+        for own in (weights, frozen):
+            operands = points, own, biases
+            close(step(ours, operands), step(theirs, wide(*operands)), 2.0**-53)
+
+
+def test_second_derivatives_of_layers_are_those_of_nodes_of_their_own(chained):
+    ours, theirs = layers("tanh", "none")
+    for seed in range(3):
+        operands = draw(dtype=torch.float64, seed=seed)
+        found = penalty(ours, *operands)
+        close(found, penalty(theirs, *wide(*operands)), 2.0**-53)
+
+
+def test_layers_that_do_not_fit_are_told_by_name(chained):
+    x, weights, biases = draw()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"\(5, 5\)|\(2, 5\)"):
+            nf.mlp(x, [weights[0], weights[0], weights[2]], biases)
+        close(step(nf.mlp, (x, weights, biases)), step(textbook, wide(x, weights, biases)))
 
 
 # --- jets -----------------------------------------------------------------------------------------

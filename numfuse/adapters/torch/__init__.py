@@ -6,7 +6,7 @@ often differentiable, and as modules.
   `formulas`: derived formulas; `pieces`: calls that are no nodes
 - `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
 - `jets`: jets of layers and networks; `perceptrons`: networks' values, `device_perceptrons` on a
-  GPU, `layered_perceptrons` layer by layer
+  GPU, `chained_perceptrons` there of many layers as one node, `layered_perceptrons` layer by layer
 - `replayed`, `replayed_networks`: calls on the CPU that come again; `forms`: records by the forms
   of tensors
 - `compiled`: a layer that is trained in a program of torch.compile

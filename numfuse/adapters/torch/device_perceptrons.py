@@ -1,7 +1,8 @@
 """Networks' values of a GPU's tensors: one launch where a kernel runs such a network, one node.
 
 Its backward is one launch and a join. Where that is differentiated again by the points alone, so is
-the next; other second derivatives are those of the layers.
+the next; other second derivatives are those of the layers. Networks that no kernel runs are one
+node, too (`chained_perceptrons`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.autograd import Function
 
 from numfuse.activations import get
 from numfuse.adapters.perceptrons import ValueCall
+from numfuse.adapters.torch.chained_perceptrons import apply_layers, fits
 from numfuse.adapters.torch.eager import lasting, mode
 from numfuse.adapters.torch.forms import Forms
 from numfuse.adapters.torch.layered_perceptrons import Given, by_layers, twice_by_layers
@@ -96,8 +98,10 @@ def _detached(x: Given) -> list[Any]:
 
 
 # --- nodes ----------------------------------------------------------------------------------------
-#: Whether the value of such tensors is one launch and its gradients are one: 0 if not, else `mode`.
+#: How a network of such tensors goes: 0 by layers; as its `mode` says where its value is one launch
+#: and its gradients are one; `_CHAINED` as one node of all layers.
 _KNOWN = Forms()
+_CHAINED = 3
 
 
 def again_on_device(
@@ -121,11 +125,14 @@ def again_on_device(
         how = mode(operands)
         checked = Chain("mlp", x, weights, biases, activation, final, True, backend)
         if whole_call(checked) is None:
-            how = 0
+            how = _CHAINED if how == 2 and fits(operands) else 0
         _KNOWN.keep(asked, operands, how)
     if not how:
         return None
-    found: Tensor = _apply_value(*operands, call) if how == 2 else _run(call, operands)
+    if how == 1:
+        found: Tensor = _run(call, operands)
+    else:
+        found = (apply_layers if how == _CHAINED else _apply_value)(*operands, call)
     return found
 
 

@@ -206,6 +206,25 @@ def is_asked(ctx: Any, place: int, operands: Sequence[Any]) -> bool:
         return True
 
 
+def asked_of_network(ctx: Any, x: Sequence[Tensor | None], alone: int, small: bool) -> list[bool]:
+    """Return which gradients a network's backward is asked for, where the node requires them.
+
+    So many operands are asked about by themselves, behind them one parameter for all of them: their
+    products are made together, and a question may take as long as one. Where a network is small, it
+    takes longer than all.
+    """
+    needs = list(ctx.needs_input_grad[: len(x)])
+    if small and not torch.is_grad_enabled():
+        return needs
+    for i in range(alone):
+        needs[i] = needs[i] and is_asked(ctx, i, x)
+    flagged = [i for i in range(alone, len(x)) if needs[i]]
+    if flagged and not is_asked(ctx, flagged[0], x):
+        for i in flagged:
+            needs[i] = i > flagged[0] and is_asked(ctx, i, x)
+    return needs
+
+
 def is_small(a: Any, b: Any) -> bool:
     """Whether a product and what it multiplies are small."""
     return bool(a.numel() * b.numel() < _SMALL_PRODUCT * max(a.shape[-1], 1))

@@ -16,10 +16,10 @@ from torch.autograd import Function
 from numfuse.adapters.perceptrons import value_call
 from numfuse.adapters.torch import replayed_networks
 from numfuse.adapters.torch.device_perceptrons import again_on_device, on_device
-from numfuse.adapters.torch.eager import is_asked, mode
+from numfuse.adapters.torch.eager import asked_of_network, mode
 from numfuse.adapters.torch.jets import KeptValue, kept_of
 from numfuse.adapters.torch.kept import recomputes
-from numfuse.adapters.torch.layered_perceptrons import Given, by_layers, twice_by_layers
+from numfuse.adapters.torch.layered_perceptrons import by_layers, twice_by_layers
 from numfuse.adapters.torch.tensors import (
     array_over,
     arrays_over,
@@ -64,25 +64,6 @@ def perceptron_again(
 
 
 # --- on the CPU -----------------------------------------------------------------------------------
-def _asked(ctx: Any, x: Given, alone: int) -> list[bool]:
-    """Return which gradients a backward is asked for, where the node requires them.
-
-    So many operands are asked about by themselves, behind them one parameter for all of them: their
-    products are made together, and a question may take as long as one. Where a network is small, it
-    takes longer than all.
-    """
-    needs = list(ctx.needs_input_grad[: len(x)])
-    if ctx.known.small and not torch.is_grad_enabled():
-        return needs
-    for i in range(alone):
-        needs[i] = needs[i] and is_asked(ctx, i, x)
-    flagged = [i for i in range(alone, len(x)) if needs[i]]
-    if flagged and not is_asked(ctx, flagged[0], x):
-        for i in flagged:
-            needs[i] = i > flagged[0] and is_asked(ctx, i, x)
-    return needs
-
-
 class _Value(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -94,7 +75,7 @@ class _Value(Function):
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         (*x, ticket), call, known = ctx.saved_tensors, ctx.call, ctx.known
-        needs = _asked(ctx, x, 1)
+        needs = asked_of_network(ctx, x, 1, known.small)
         if not any(needs):
             return (None,) * (len(x) + 2)
         if not mode((g,)):
@@ -121,7 +102,7 @@ class _Gradients(Function):
     @staticmethod
     def backward(ctx: Any, *us: Any) -> Any:
         (g, *x), call = ctx.saved_tensors, ctx.call
-        needs = _asked(ctx, (g, *x), 2)
+        needs = asked_of_network(ctx, (g, *x), 2, ctx.known.small)
         there = [u for u in us if u is not None]
         if not there or not any(needs):
             return (None,) * (len(needs) + 4)
