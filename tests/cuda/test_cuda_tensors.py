@@ -193,6 +193,19 @@ def test_a_penalty_on_the_gradient_that_comes_again_is_right(launched):
     assert len(launched) == 3 and all("network" in names for names in launched)
 
 
+def test_what_is_no_plain_tensor_is_refused_or_served_as_ever():
+    x, weights, biases = draw()
+    own = x.as_subclass(type("Own", (torch.Tensor,), {}))
+    for _ in range(3):
+        step(nf.mlp, (x, weights, biases))
+        for wrong in (x.detach().to_sparse(), [1.0], x.detach().int()):
+            with pytest.raises(TypeError):
+                nf.mlp(wrong, weights, biases)
+        with pytest.raises(TypeError, match="torch"):
+            nf.mlp(x, [weights[0].detach().numpy(), *weights[1:]], biases)
+        close([nf.mlp(own, weights, biases)], [textbook(*wide(x, weights, biases))])
+
+
 def test_transformations_see_the_layers():
     x, weights, biases = draw()
     for _ in range(3):

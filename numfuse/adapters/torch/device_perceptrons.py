@@ -123,6 +123,8 @@ def again_on_device(
     how = _KNOWN.find(asked, operands)
     if how is None:
         how = mode(operands)
+        if not how:  # (no plain tensors: these have no forms)
+            return None
         checked = Chain("mlp", x, weights, biases, activation, final, True, backend)
         if whole_call(checked) is None:
             how = _CHAINED if how == 2 and fits(operands) else 0
