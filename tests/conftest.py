@@ -69,11 +69,19 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def torch_on_a_gpu() -> Any:
-    """Return PyTorch, for a file that has tensors of a GPU; skip it where there is none."""
+    """Return PyTorch, for a file that has tensors of a GPU; skip it where there is none.
+
+    With NUMFUSE_TEST_TENSORS those of the CPU are a simulated GPU's (`simulated_tensors`).
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     status = nf.backends()["cuda"]
     if not status:
         unavailable("cuda", str(status))
+    if SIMULATED and os.environ.get("NUMFUSE_TEST_TENSORS"):
+        import simulated_tensors
+
+        simulated_tensors.install()
+        return torch
     if SIMULATED or not torch.cuda.is_available():
         pytest.skip("PyTorch has no GPU here", allow_module_level=True)
     return torch

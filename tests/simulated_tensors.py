@@ -31,3 +31,8 @@ def install() -> None:
     for name, value in {"is_cuda": True, "is_cpu": False}.items():
         setattr(torch.Tensor, name, property(lambda _, value=value: value))
     torch.Tensor.get_device = lambda _: 0  # type: ignore[method-assign]
+    moved = torch.Tensor.to
+    torch.Tensor.cuda = lambda x, *_: x  # type: ignore[method-assign]
+    torch.Tensor.to = lambda x, *how, **more: moved(  # type: ignore[method-assign]
+        x, *[y for y in how if y != "cuda"], **more
+    )

@@ -1,6 +1,6 @@
 """Networks of PyTorch's tensors on a device, in Numba's simulator: nodes, and known calls.
 
-Run by `test_cuda_simulator`; `test_torch_cuda_values` and `test_torch_cuda_jets` run on a GPU.
+Run by `test_cuda_simulator`, which runs much of `test_torch_cuda*.py` beside it.
 """
 
 from __future__ import annotations
