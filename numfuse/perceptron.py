@@ -162,8 +162,10 @@ class Network:
         units = np.eye(x.shape[-1]) if directions is None else np.asarray(directions)
         if units.ndim != 2 or units.shape[1] != x.shape[-1]:
             raise ValueError(f"directions must have shape (D, {x.shape[-1]}), got {units.shape}")
-        self.units = rounded(units, self.acc)
-        self.weights, self.pattern = weights_of(second, x, self.units, name="second")
+        # (copies: a call that is repeated has what these held, whatever becomes of them)
+        self.units = np.array(rounded(units, self.acc))
+        weights, self.pattern = weights_of(second, x, self.units, name="second")
+        self.weights = None if weights is None else weights.copy()
         self.directions = len(units)
         self.seconds = self.directions if self.weights is None else len(self.weights)
         #: Where the last layer is a product alone, of all rows.

@@ -72,7 +72,7 @@ class Torch(Kind):
         """Let `recall` find a call on operands that have been looked at."""
         if self._places(operands) is not None:
             made = kept._replace(program=None), weakref.ref(kept.program), ordinal
-            self._known.keep(asked, operands, made)
+            self._known.keep(asked, operands, lambda: made)
 
     def forget(self) -> None:
         self._known.clear()

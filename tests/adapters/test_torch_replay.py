@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import numfuse as nf  # noqa: E402
-from numfuse.adapters.torch import Linear, replayed, replayed_networks, tensors  # noqa: E402
+from numfuse.adapters.torch import Linear, jets, replayed, replayed_networks, tensors  # noqa: E402
 
 
 def _forms(rng, dtype):
@@ -251,3 +251,94 @@ def test_a_gradient_by_points_makes_none_by_weights(monkeypatch):
     assert asked == 2 * [[True, False, False, False, False], [False, False, True, False, False]]
     h = torch.tanh(points @ weights[0] + biases[0])
     torch.testing.assert_close(found, ((1 - h * h) * weights[1].sum(1)) @ weights[0].t())
+
+
+# --- jets -----------------------------------------------------------------------------------------
+SECOND = np.array([[1.0, 0.5, *[0.0] * 14]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_jet_that_comes_again_gives_what_it_gave(dtype, monkeypatch):
+    """Guards: what is repeated by addresses is the call that was recorded of arrays."""
+    for name, given in _networks(dtype):
+        seen = []
+
+        def arrays_over(x, seen=seen):
+            seen.append(x)
+            return tensors.arrays_over(x)
+
+        monkeypatch.setattr(jets, "arrays_over", arrays_over)
+        width = given[0].shape[-1]
+        how = {"directions": np.eye(width)[:3], "second": SECOND[:, :3]}
+        asked = [y for y in (given[0], *given[1], *(given[2] or ())) if y is not None]
+        asked = [y for y in asked if y.requires_grad]
+        results = []
+        for turn in range(3):
+            seen.clear()
+            found = nf.mlp_jet(*given, "gelu", **how)
+            with torch.no_grad():
+                values = nf.mlp_jet(*given, "gelu", **how)
+            # (cotangents that are there, one that is not, and one that repeats a number)
+            loss = found.u.square().sum() + (found.u_dot[0] * found.u_dot[1]).sum()
+            first = torch.autograd.grad(loss, asked, retain_graph=True)
+            more = torch.autograd.grad(found.u_ddot.sum(), asked, allow_unused=True)
+            more = [torch.zeros(()) if y is None else y for y in more]
+            results.append((*found, *values, *first, *more))
+            assert all(torch.equal(x, y) for x, y in zip(found, values, strict=True)), name
+            assert turn < 2 or bool(seen) == (name in ("negative", "unaligned")), name
+        for again in results[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(again, results[0], strict=True)), name
+        a, *weights = [y.detach().resolve_neg().double().numpy() for y in (given[0], *given[1])]
+        biases = given[2] and [y if y is None else y.detach().double().numpy() for y in given[2]]
+        wanted = nf.mlp_jet(a, weights, biases, "gelu", backend="reference", **how)
+        for x, y in zip(results[0], wanted, strict=False):
+            assert np.abs(x.detach().double().numpy() - y).max() <= 1e-4 * max(1, np.abs(y).max())
+
+
+def test_a_jet_is_known_by_all_that_it_depends_on():
+    x, weights, biases = _network(torch.float64)
+    calls = [
+        {}, {"second": SECOND[:, : x.shape[1]]}, {"second": 2 * SECOND[:, : x.shape[1]]},
+        {"second": SECOND[:, : x.shape[1]].tolist()}, {"directions": np.eye(x.shape[1])[1:]},
+        {"guard": False}, {"final": "tanh"}, {"backend": "reference"},
+    ]  # fmt: skip
+    wanted = [nf.mlp_jet(x.detach().numpy(), [w.detach().numpy() for w in weights],
+                         [y if y is None else y.detach().numpy() for y in biases], "tanh", **how)
+              for how in calls]  # fmt: skip
+    for _ in range(3):
+        for how, exact in zip(calls, wanted, strict=True):
+            found = nf.mlp_jet(x, weights, biases, "tanh", **how)
+            for y, z in zip(found, exact, strict=True):
+                np.testing.assert_allclose(y.detach().numpy(), z, rtol=1e-12, atol=1e-13)
+            assert nf.last_call().backend == how.get("backend", "cpu")
+    kept, changed = calls[1]["second"].copy(), calls[1]["second"]
+    changed[0, 0] = 3.0  # (a constant is known by what it holds)
+    found = nf.mlp_jet(x, weights, biases, "tanh", second=changed)
+    assert not torch.equal(found.u_ddot, nf.mlp_jet(x, weights, biases, second=kept).u_ddot)
+
+
+def test_derivatives_of_a_known_jet_are_differentiable_and_refused_as_ever():
+    x, weights, biases = _network(torch.float64)
+    how = {"second": SECOND[:, : x.shape[1]]}
+
+    def call(x, *own):
+        return tuple(nf.mlp_jet(x, own[:2], own[2:], **how))
+
+    small = x.detach()[:2].clone().requires_grad_()
+    own = [*weights, biases[0], torch.ones(3, dtype=torch.float64, requires_grad=True)]
+    for _ in range(3):
+        call(small, *own)
+    assert torch.autograd.gradcheck(call, (small, *own))
+    assert torch.autograd.gradgradcheck(call, (small, *own))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="dtype"):
+            nf.mlp_jet(x.float(), weights, biases)
+        with pytest.raises(TypeError, match="dtype"):
+            nf.mlp_jet(x.int(), weights, biases)
+        with pytest.raises(ValueError, match="second"):
+            nf.mlp_jet(x, weights, biases, second=np.ones((1, 9)))
+    out = nf.mlp_jet(x, weights, biases, **how).u
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with torch.no_grad():
+            weights[0].add_(1)
+        out.sum().backward()

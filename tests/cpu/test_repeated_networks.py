@@ -245,6 +245,22 @@ def test_what_is_wrong_is_said_after_calls_that_were_right():
         nf.mlp(x, weights, biases, out=read_only)
 
 
+def test_constants_may_be_changed_by_their_owner():
+    """A call has the directions and weights that it was given, not what became of the first."""
+    x, weights, biases, _ = drawn((3, 5, 4), 7, "float64")
+    for name, first in (("second", np.ones((1, 3))), ("directions", np.eye(3)[:2].copy())):
+        again = first.copy()
+        found = [nf.mlp_jet(x, weights, biases, **{name: first}) for _ in range(3)]
+        grads = [np.ones_like(y) for y in found[0]]
+        pulled = [nf.mlp_jet_bwd(*grads, x, weights, biases, **{name: first}) for _ in range(3)]
+        first[0, 0] = 5.0
+        same(nf.mlp_jet(x, weights, biases, **{name: again}), found[0])
+        same(nf.mlp_jet_bwd(*grads, x, weights, biases, **{name: again}), pulled[0])
+        exact = nf.mlp_jet(x, weights, biases, **{name: first}, backend="reference")
+        for y, z in zip(nf.mlp_jet(x, weights, biases, **{name: first}), exact, strict=True):
+            np.testing.assert_allclose(y, z, rtol=1e-12, atol=1e-12)
+
+
 def test_a_redefined_activation_is_another_one():
     x, weights, biases, _ = drawn((3, 8, 2), 5, np.float64)
     for factor in (2.0, 3.0, 2.0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -42,8 +42,8 @@ class Forms:
             pass
         return None
 
-    def keep(self, asked: Hashable, operands: Sequence[Any], record: Any) -> None:
-        """Let `find` return a record, unless a tensor is given twice."""
+    def keep(self, asked: Hashable, operands: Sequence[Any], record: Callable[[], Any]) -> None:
+        """Let `find` return the record that is made, unless a tensor is given twice."""
         if _GUARDS is None:
             return
         tensors, key = _key(asked, operands)
@@ -59,7 +59,7 @@ class Forms:
             return
         if len(self._known) > _CALLS:
             self._known.clear()
-        self._known[key] = ((fits, record), *before)[:_FORMS]
+        self._known[key] = ((fits, record()), *before)[:_FORMS]
 
     def clear(self) -> None:
         """Forget all."""

@@ -39,7 +39,7 @@ from numfuse.adapters.torch.forms import Forms
 from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.keys import backend_key, backend_of, formula_key, key_of
 from numfuse.adapters.torch.operators import BY_NAME, in_graph, on_cuda
-from numfuse.adapters.torch.replayed_networks import flat_call
+from numfuse.adapters.torch.replayed_networks import KnownJet, flat_call, loaded
 from numfuse.adapters.torch.tensors import (
     arrays_over,
     autocast,
@@ -49,7 +49,9 @@ from numfuse.adapters.torch.tensors import (
     run_beside,
     to_tensor,
 )
+from numfuse.kept import Kept as KeptOnHost
 from numfuse.problem.results import LayerJet, NetworkJet
+from numfuse.repeats import content
 
 _WHAT = "PyTorch's autograd, transformations, modes and tracing"
 _LIBRARY = torch.library.Library("numfuse", "FRAGMENT")
@@ -204,27 +206,33 @@ BY_NAME["jet"] = _Apart
 # --- nodes ----------------------------------------------------------------------------------------
 class _Node(Function):
     @staticmethod
-    def forward(ctx: Any, call: JetCall, constants: Constants, *x: Any) -> Any:
-        found, kept = _forward(call, x, constants, not recomputes())
+    def forward(ctx: Any, call: JetCall, constants: Constants, known: Any, *x: Any) -> Any:
+        found, kept = None if known is None else known.jet(call, x), None
+        if found is None:
+            found, kept = _forward(call, x, constants, not recomputes())
         own = _tensors_of(kept)
-        ctx.how = call, constants, len(x), own[0]
+        ctx.how = call, constants, known, len(x), own[0]
         ctx.save_for_backward(*x, *own[1:])
         ctx.set_materialize_grads(False)
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *gs: Any) -> Any:
-        call, constants, count, lengths = ctx.how
+        call, constants, known, count, lengths = ctx.how
         saved = ctx.saved_tensors
         x, own = saved[:count], saved[count:]
-        needs = ctx.needs_input_grad[2:]
+        needs = ctx.needs_input_grad[3:]
         there = [g for g in gs if g is not None]
         if not there:
-            return (None,) * (2 + len(x))
+            return (None,) * (3 + len(x))
+        found = None
         if torch.is_grad_enabled() or eager.mode(there) != 1:
-            return None, None, *_plain_backward(call, gs, x, constants, needs)
-        kept = _kept_again(lengths, own)
-        return None, None, *_backward(call, gs, x, constants, needs, kept)
+            found = _plain_backward(call, gs, x, constants, needs)
+        elif known is not None and not own:
+            found = known.jet_backward(call, gs, x, needs)
+        if found is None:
+            found = _backward(call, gs, x, constants, needs, _kept_again(lengths, own))
+        return None, None, None, *found
 
 
 #: As `apply`, without PyTorch's preparations for torch.func, which `mode` has excluded.
@@ -242,6 +250,8 @@ def _tensors_of(kept: Any) -> list[Any]:
     if isinstance(kept, Kept):  # tensors
         lengths = len(kept.inputs), len(kept.sums)
         return [lengths, *kept.inputs, *kept.sums, kept.whole]
+    if isinstance(kept, KeptOnHost) and not kept.inputs and kept.stacks is None:
+        kept = None  # (it is made again)
     return [None] if kept is None else [None, KeptValue(kept).ticket()]
 
 
@@ -266,7 +276,7 @@ def _run(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> A
     if how == 1:
         found, _ = _forward(call, x, constants, False)
     elif how == 2:
-        found = _apply_node(_lasting(call, x), constants, *x)
+        found = _apply_node(_lasting(call, x), constants, None, *x)
     else:
         found = _plain(call, x, constants)
     return call.result(*found)
@@ -328,7 +338,7 @@ def network(grads: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:
     return _network(grads, x, weights, biases, *rest)
 
 
-#: Networks of a GPU's tensors that are a node.
+#: How networks go, as `eager.mode` says, and what knows them, on the CPU.
 _KNOWN = Forms()
 
 
@@ -336,24 +346,47 @@ def _network_again(
     x: Any, weights: Any, biases: Any, how: tuple[Any, ...], constants: Constants, keep: Any,
     needs: Any, out: Any = None,
 ) -> Any:  # fmt: skip
-    """Return a network's jet as a node, of a GPU's tensors whose forms came before; else None."""
+    """Return a network's jet, of tensors whose forms came before: else, and of others, None.
+
+    Of a GPU's these are nodes.
+    """
     if torch.compiler.is_compiling() or keep or out is not None or not isinstance(x, Tensor):
         return None
-    if not x.is_cuda or not torch.is_grad_enabled() or tensors.watched() or autocasts(x):
+    if not (x.is_cpu or x.is_cuda) or tensors.watched() or autocasts(x):
         return None
     activation, final, guard, backend = how
     given = flat_call(x, weights, biases, activation, final)
     if given is None:
         return None
     operands, functions = given
-    call = NetworkCall(functions, bool(guard), eager.lasting(backend, x))
-    if _KNOWN.find(call.mark, operands) is not None:
-        return call.result(*_apply_node(call, constants, *operands))
-    if eager.mode(operands) != 2:
-        return None
-    found = _run(call, operands, constants, False)
-    _KNOWN.keep(call.mark, operands, True)
-    return found
+    backend = eager.lasting(backend, x) if x.is_cuda else loaded(backend)
+    call, known = NetworkCall(functions, bool(guard), backend), None
+    asked: tuple[Any, ...] = call.mark, None
+    if not x.is_cuda:
+        if backend is None or not all(y is None or type(y) is np.ndarray for y in constants):
+            return None  # (it is yet to be loaded, or a constant has no key)
+        asked = call.mark, backend, *map(content, constants)
+    found = _KNOWN.find(asked, operands)
+    if found is not None:
+        mode, known = found
+    else:
+        mode = eager.mode(operands)
+        if not mode or (x.is_cuda and mode == 1):
+            return None
+    if mode == 2 and found is not None:
+        return call.result(*_apply_node(call, constants, known, *operands))
+    made = None if known is None else known.jet(call, operands)
+    if made is not None:
+        return call.result(*made)
+    result = _run(call, operands, constants, False)
+    if found is None:
+        on_cpu = x.is_cpu
+
+        def record() -> Any:
+            return mode, KnownJet(operands, backend, asked[2:]) if on_cpu else None
+
+        _KNOWN.keep(asked, operands, record)
+    return result
 
 
 # --- programs of torch.compile --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Networks' values of tensors of the CPU that come again, by the addresses of their memory.
+"""Networks' values and jets of tensors of the CPU that come again, by their memory's addresses.
 
 A call is known by the forms of its tensors; a known one asks for nothing but these, and launches
 the program that its first call, on NumPy's arrays over the tensors, left in the backend's replay
@@ -15,6 +15,7 @@ from torch import Tensor, empty_like, nn
 
 from numfuse.activations import Activation
 from numfuse.activations.table import TABLE
+from numfuse.adapters.jets import NetworkOperands
 from numfuse.adapters.perceptrons import ValueCall, value_call
 from numfuse.adapters.torch.eager import is_small, mode
 from numfuse.adapters.torch.replayed import form_over, like, place, reads_places
@@ -134,7 +135,27 @@ class KnownNetwork:
         finally:
             share.team = None
 
-    def _program(self, call: ValueCall, how: _How) -> KeptProgram | None:
+    def _launched(
+        self, call: NetworkOperands, how: _How, x: _Given, beside: Tensor
+    ) -> list[Any] | None:
+        """Return the results of a call that came before and keeps nothing, of tensors like one.
+
+        None: it is another one, or its memory is not what it should be.
+        """
+        found = self._program(call, how)
+        places = None if found is None or found.stacks is not None else self._places(x)
+        if found is None or places is None:
+            return None
+        results = [None if y is None else empty_like(y) for y in how.results(found, beside)]
+        given = [None if y is None else place(y.data_ptr()) for y in results]
+        share.team = TEAM
+        try:
+            call.backend.launch(found.program, (*found.constants, *places, *given))
+        finally:
+            share.team = None
+        return results
+
+    def _program(self, call: NetworkOperands, how: _How) -> KeptProgram | None:
         """Return the program of a call that came before, if addresses are all it takes."""
         found = call.backend.replay.find(how.key) if self._repeats else None
         if type(found) is not KeptProgram or found.program.zeroed or found.program.sums:
@@ -157,6 +178,54 @@ class KnownNetwork:
             bits |= at
             found.append(place(at))
         return None if bits & self._bytes else found
+
+
+class KnownJet(KnownNetwork):
+    """A network's jet on tensors of known forms, with constants that are always the same."""
+
+    __slots__ = ("_constants",)
+
+    def __init__(self, operands: _Given, backend: Any, constants: tuple[Hashable, ...]) -> None:
+        super().__init__(operands, backend)
+        self._constants = constants
+
+    def jet(self, call: NetworkOperands, x: _Given) -> list[Any] | None:
+        """Return the results, if such a call came before and keeps nothing."""
+        how = self._keys.get("jet")
+        if how is None:
+            options = call.guard, *self._constants
+            how = self._keys["jet"] = _How(_key("mlp_jet", call, options, self._forms))
+        beside = x[0]
+        assert beside is not None
+        return self._launched(call, how, x, beside)
+
+    def jet_backward(
+        self, call: NetworkOperands, gs: _Given, x: _Given, needs: Sequence[bool]
+    ) -> list[Any] | None:
+        """Return the gradient of each operand, None where it is not needed, as `jet` does."""
+        asked = *needs, *[None if g is None else (g.shape, g.stride()) for g in gs]
+        how = self._keys.get(asked)
+        if how is None:
+            dtype = dtypes()
+            others = [None if g is None else form_over(g, dtype[g.dtype]) for g in gs]
+            options = call.groups(needs), call.guard, *self._constants
+            how = _How(_key("mlp_jet_bwd", call, options, (*self._forms, *others)))
+            if len(self._keys) < 64:  # (of cotangents of any strides)
+                self._keys[asked] = how
+        beside = x[0]
+        assert beside is not None
+        found = self._launched(call, how, (*x, *gs), beside)
+        if found is None:
+            return None
+        return [y if need else None for y, need in zip(found, needs, strict=True)]
+
+
+def loaded(backend: Any) -> Any:
+    """Return the backend of a call on tensors of the CPU; None: nobody has loaded it yet."""
+    chosen: Any = ACTIVE.get() if backend is None else backend
+    if chosen is None or type(chosen) is str:
+        chosen = LOADED.get(DEFAULT if chosen is None else chosen)
+    return chosen
 
 
 #: By backend, activations and forms of tensors; False of a network that goes by layers.
@@ -206,9 +275,7 @@ def again(
     how = mode(operands)
     if not how or autocasts(x):
         return None
-    chosen: Any = ACTIVE.get() if backend is None else backend
-    if chosen is None or type(chosen) is str:
-        chosen = LOADED.get(DEFAULT if chosen is None else chosen)
+    chosen = loaded(backend)
     form: list[Any] = [chosen, *[f.serial for f in made]]
     for y in operands:
         if y is None:
@@ -232,7 +299,9 @@ def again(
     return found
 
 
-def _key(name: str, call: ValueCall, options: Any, forms: tuple[Any, ...]) -> tuple[Hashable, ...]:
+def _key(
+    name: str, call: NetworkOperands, options: Any, forms: tuple[Any, ...]
+) -> tuple[Hashable, ...]:
     """Return what the core finds a call by (`numfuse.repeats.again`)."""
     *hidden, last = [f.serial for f in call.activations]
     return name, len(hidden) + 1, tuple, 0, tuple(hidden), last, options, form_of(forms)
