@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -169,20 +171,37 @@ def test_torchs_transformations_go_by_layers(torch, launches):
     assert launches.count("forward") == 1 and "backward" not in launches
 
 
-def test_what_a_node_of_torch_keeps_goes_with_its_graph(torch):
+@pytest.mark.parametrize("way", ["ticket", "saved tensor"])
+def test_what_a_node_of_torch_keeps_goes_with_its_graph(torch, way, monkeypatch):
     """Guards: a graph's memory is given back with it, and `recompute` keeps nothing."""
-    from numfuse.adapters.torch import jets, recompute
+    from numfuse.adapters.torch import jets, recompute, replayed_networks
+
+    made = []
+
+    def empty(*shape, own=torch.empty, **how):
+        made.append(weakref.ref(found := own(*shape, **how)))
+        return found
 
     flat = leaves(torch, drawn())
     there = [y for y in flat if y is not None]
-    before = len(jets._KEPT)
+    if way == "ticket":
+        monkeypatch.setattr(replayed_networks, "_SAVED", 0)
+    monkeypatch.setattr(replayed_networks, "empty", empty)
+    for _ in range(2):  # (what a first call keeps has a ticket)
+        run(flat)
+    gc.collect()
+
+    def held():
+        return len(jets._KEPT) if way == "ticket" else sum(y() is not None for y in made)
+
+    before = held()
     out = run(flat)
-    assert len(jets._KEPT) == before + 1
+    assert held() == before + 1
     kept = torch.autograd.grad(out.sum(), there)
-    assert len(jets._KEPT) == before
+    assert held() == before
     with recompute():
         out = run(flat)
-        assert len(jets._KEPT) == before
+        assert held() == before
     for y, z in zip(kept, torch.autograd.grad(out.sum(), there), strict=True):
         torch.testing.assert_close(y, z)
 

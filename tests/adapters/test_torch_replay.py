@@ -253,6 +253,40 @@ def test_a_gradient_by_points_makes_none_by_weights(monkeypatch):
     torch.testing.assert_close(found, ((1 - h * h) * weights[1].sum(1)) @ weights[0].t())
 
 
+@pytest.mark.parametrize("unpack", [
+    lambda y: y, lambda y: y.clone(), lambda y: y.double() if y.ndim == 1 else y,
+    lambda y: torch.stack((y, y), -1)[..., 0],
+], ids=["same", "copy", "wider", "steps"])  # fmt: skip
+def test_what_a_small_network_keeps_is_a_saved_tensor(unpack):
+    """Guards: PyTorch may move what it saves; where it is another tensor, it is made again."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 24)
+    weights = [torch.randn(24, 48, requires_grad=True), torch.randn(48, 3, requires_grad=True)]
+    seen = []
+
+    def pack(y):
+        seen.append(y)
+        return y
+
+    def stays(y):
+        return unpack(y) if y.ndim == 1 else y
+
+    for _ in range(3):
+        wanted = torch.autograd.grad(nf.mlp(x, weights, None).sin().sum(), weights)
+        seen.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, stays):
+            out = nf.mlp(x, weights, None)
+        found = torch.autograd.grad(out.sin().sum(), weights)
+        for y, z in zip(found, wanted, strict=True):
+            torch.testing.assert_close(y, z)
+    kept = [y for y in seen if y.ndim == 1]
+    assert len(kept) == 1 and kept[0].dtype is x.dtype
+    exact = [w.detach().double().requires_grad_() for w in weights]
+    out = torch.tanh(x.double() @ exact[0]) @ exact[1]
+    for y, z in zip(found, torch.autograd.grad(out.sin().sum(), exact), strict=True):
+        torch.testing.assert_close(y.double(), z, rtol=1e-4, atol=1e-4)
+
+
 # --- jets -----------------------------------------------------------------------------------------
 SECOND = np.array([[1.0, 0.5, *[0.0] * 14]])
 

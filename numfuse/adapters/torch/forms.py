@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 #: Calls that are known, and the forms of tensors of each.
-_CALLS, _FORMS = 512, 8
+_CALLS, _FORMS = 512, 16
 
 try:  # no public part of PyTorch
     _GUARDS: Any = import_module("torch._C._dynamo.guards").TensorGuards
@@ -44,9 +44,9 @@ class Forms:
 
     def keep(self, asked: Hashable, operands: Sequence[Any], record: Callable[[], Any]) -> None:
         """Let `find` return the record that is made, unless a tensor is given twice."""
-        if _GUARDS is None:
-            return
         tensors, key = _key(asked, operands)
+        if _GUARDS is None or len({id(x) for x in tensors}) < len(tensors):
+            return
         sizes, steps = ([list(f(x)) for x in tensors] for f in (_size, _stride))
         try:
             before = self._known.get(key, ())

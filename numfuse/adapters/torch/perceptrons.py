@@ -20,6 +20,7 @@ from numfuse.adapters.torch.eager import asked_of_network, mode
 from numfuse.adapters.torch.jets import KeptValue, kept_of
 from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.layered_perceptrons import by_layers, twice_by_layers
+from numfuse.adapters.torch.replayed_networks import SavedStacks, saved_again
 from numfuse.adapters.torch.tensors import (
     array_over,
     arrays_over,
@@ -69,22 +70,27 @@ class _Value(Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *x, ctx.call, ctx.known = args
         made, kept = ctx.known.forward(ctx.call, x, not recomputes())
-        ctx.save_for_backward(*x, None if kept is None else KeptValue(kept).ticket())
+        ctx.saves = type(kept) is SavedStacks
+        saved = kept
+        if kept is not None:
+            saved = kept.tensor if ctx.saves else KeptValue(kept).ticket()
+        ctx.save_for_backward(*x, saved)
         return made
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
-        (*x, ticket), call, known = ctx.saved_tensors, ctx.call, ctx.known
+        (*x, saved), call, known = ctx.saved_tensors, ctx.call, ctx.known
         needs = asked_of_network(ctx, x, 1, known.small)
         if not any(needs):
             return (None,) * (len(x) + 2)
+        kept = saved_again(saved, g) if ctx.saves else kept_of(saved)
         if not mode((g,)):
             found = by_layers(call, g, x, needs)
         elif torch.is_grad_enabled():
-            made = iter(_apply_gradients(g, *x, call, known, needs, kept_of(ticket)))
+            made = iter(_apply_gradients(g, *x, call, known, needs, kept))
             found = [next(made) if need else None for need in needs]
         else:
-            found = known.backward(call, g, x, needs, kept_of(ticket))
+            found = known.backward(call, g, x, needs, kept)
         return *found, None, None
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, empty_like, nn
+from torch import Tensor, empty, empty_like, nn
 
 from numfuse.activations import Activation
 from numfuse.activations.table import TABLE
 from numfuse.adapters.jets import NetworkOperands
 from numfuse.adapters.perceptrons import ValueCall, value_call
 from numfuse.adapters.torch.eager import is_small, mode
+from numfuse.adapters.torch.forms import Forms
 from numfuse.adapters.torch.replayed import form_over, like, place, reads_places
 from numfuse.adapters.torch.tensors import (
     TEAM,
@@ -27,10 +28,11 @@ from numfuse.adapters.torch.tensors import (
     dtypes,
     to_tensor,
     to_tensors,
+    watched,
 )
 from numfuse.backends import ACTIVE, DEFAULT, LOADED
 from numfuse.chains import Chain
-from numfuse.kept import KeptStacks
+from numfuse.kept import Kept, KeptStacks
 from numfuse.repeats import KeptProgram
 from numfuse.runtime.fingerprint import form_of
 from numfuse.runtime.replay import Replay
@@ -55,6 +57,28 @@ class _How:
         if self._likes is None:
             self._likes = [None if y is None else like(y[0], beside.dtype) for y in found.made]
         return self._likes
+
+
+class SavedStacks(Kept):
+    """What a small network keeps: a tensor, which PyTorch saves with the operands."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.inputs, self.sums, self.tensor = [], [], tensor
+
+    @property
+    def stacks(self) -> Any:  # type: ignore[override]
+        """Return it as an array."""
+        return self.tensor.numpy()
+
+
+#: Bytes of such a tensor at the most; more comes from a pool (`numfuse.kept.KeptStacks`).
+_SAVED = 1 << 16
+
+
+def saved_again(tensor: Tensor, like: Tensor) -> SavedStacks | None:
+    """Return what was kept; None where the tensor is another one than PyTorch was given."""
+    alike = tensor.is_cpu and tensor.dtype == like.dtype and tensor.ndim == 1
+    return SavedStacks(tensor) if alike and tensor.is_contiguous() else None
 
 
 class KnownNetwork:
@@ -93,12 +117,16 @@ class KnownNetwork:
                 made, kept = call.forward(arrays_over(x), keep)
                 return to_tensor(made), kept
             out, kept = empty_like(how.results(found, x[0])[0]), None
-            if found.stacks is None:
-                given = *found.constants, *places, place(out.data_ptr())
-            else:
-                kept = KeptStacks(*found.stacks)
-                given = *found.constants, *places, place(out.data_ptr()), kept.stacks
-            call.backend.launch(found.program, given)
+            given = [*found.constants, *places, place(out.data_ptr())]
+            if found.stacks is not None:
+                count, dtype = found.stacks
+                if count * dtype.itemsize <= _SAVED:
+                    kept = SavedStacks(empty(count, dtype=out.dtype))
+                    given.append(place(kept.tensor.data_ptr()))
+                else:
+                    kept = KeptStacks(count, dtype)
+                    given.append(kept.stacks)
+            call.backend.launch(found.program, tuple(given))
             return out, kept
         finally:
             share.team = None
@@ -107,7 +135,8 @@ class KnownNetwork:
         self, call: ValueCall, g: Tensor, x: _Given, needs: Sequence[bool], kept: Any
     ) -> list[Any]:
         """Return the gradient of each operand, None where it is not needed."""
-        stacks = getattr(kept, "stacks", None)
+        saved = type(kept) is SavedStacks
+        stacks = kept.tensor if saved else getattr(kept, "stacks", None)
         asked = *needs, g.shape, g.stride(), None if stacks is None else stacks.shape
         how = self._keys.get(asked)
         share.team = TEAM
@@ -115,7 +144,7 @@ class KnownNetwork:
             if how is None:
                 others = [form_over(g, dtypes()[g.dtype])]
                 if stacks is not None:
-                    others.append(ghost(stacks.shape, stacks.dtype))
+                    others.append(ghost(tuple(stacks.shape), kept.stacks.dtype))
                 options = call.groups(needs), True
                 how = _How(_key("mlp_bwd", call, options, (*self._forms, *others)))
                 if len(self._keys) < 64:  # (of cotangents of any strides)
@@ -129,7 +158,7 @@ class KnownNetwork:
             results = [None if y is None else empty_like(y) for y in likes]
             given = [None if y is None else place(y.data_ptr()) for y in results]
             if stacks is not None:
-                given.insert(0, stacks)
+                given.insert(0, place(stacks.data_ptr()) if saved else stacks)
             call.backend.launch(found.program, (*found.constants, *places, *given))
             return [y if need else None for y, need in zip(results, needs, strict=True)]
         finally:
@@ -230,6 +259,8 @@ def loaded(backend: Any) -> Any:
 
 #: By backend, activations and forms of tensors; False of a network that goes by layers.
 _KNOWN: Replay[Any] = Replay(1024, 0)
+#: The latest of these, and what `mode` says of them.
+_LATEST = Forms()
 
 
 def flat_call(
@@ -272,31 +303,36 @@ def again(
     if given is None:
         return None
     operands, made = given
-    how = mode(operands)
-    if not how or autocasts(x):
-        return None
     chosen = loaded(backend)
-    form: list[Any] = [chosen, *[f.serial for f in made]]
-    for y in operands:
-        if y is None:
-            form.append(None)
-        else:
-            form += y.shape, y.stride(), y.dtype
-    asked = tuple(form)
-    known = _KNOWN.find(asked)
-    if known is None:
-        if chosen is None:  # (nobody has loaded it yet)
-            return None
-        checked = Chain("mlp", x, weights, biases, activation, final, True, chosen)
-        known = value_call(checked) is not None and KnownNetwork(operands, chosen)
-        _KNOWN.keep(asked, known)
-    if not known:
+    if chosen is None or watched() or autocasts(x):  # (None: nobody has loaded it yet)
         return None
     call = ValueCall(made, True, chosen)
+    asked = chosen, *call.mark
+    found = _LATEST.find(asked, operands)
+    if found is None:
+        how = mode(operands)
+        if not how:
+            return None
+        form: list[Any] = [*asked]
+        for y in operands:
+            if y is None:
+                form.append(None)
+            else:
+                form += y.shape, y.stride(), y.dtype
+        known = _KNOWN.find(tuple(form))
+        if known is None:
+            checked = Chain("mlp", x, weights, biases, activation, final, True, chosen)
+            known = value_call(checked) is not None and KnownNetwork(operands, chosen)
+            _KNOWN.keep(tuple(form), known)
+        found = how, known
+        _LATEST.keep(asked, operands, lambda: found)
+    how, known = found
+    if not known:
+        return None
     if how == 2:
         return node(*operands, call, known)
-    found: Tensor = known.forward(call, operands, False)[0]
-    return found
+    value: Tensor = known.forward(call, operands, False)[0]
+    return value
 
 
 def _key(
