@@ -60,7 +60,7 @@ class _How:
 
 
 class SavedStacks(Kept):
-    """What a small network keeps: a tensor, which PyTorch saves with the operands."""
+    """A small network's stacks: a tensor, which PyTorch saves with the operands."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.inputs, self.sums, self.tensor = [], [], tensor
