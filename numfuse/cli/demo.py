@@ -26,7 +26,8 @@ RATE = 3e-3  # Adam's, at the start; it falls along a half cosine to 0
 TEST_SHARE = 0.25
 TIMED_ROUNDS = 9
 # Seconds of a stretch: as in a training, most of its steps find awake threads and filled caches.
-STRETCH = 0.02
+# (On a virtual machine the first 10 ms after a rest took 1.2 to 1.6 times as long, call by call.)
+STRETCH = 0.06
 # Single precision, sums of at most 256 terms: 1e-5 is what was seen between any two of the three.
 GRADIENT_TOLERANCE = 1e-4
 UNLIKE = "a network of these widths with relu and no gate"
