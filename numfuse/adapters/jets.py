@@ -196,6 +196,11 @@ class NetworkOperands:
     backend: Any
 
     @property
+    def how(self) -> tuple[Any, ...]:
+        """Return the hidden activations, the last one, the guard and the backend."""
+        return self.activations[:-1], self.activations[-1], self.guard, self.backend
+
+    @property
     def mark(self) -> tuple[Any, ...]:
         """Return what tells a call from others, but its operands and backend."""
         return (self.guard, *[f.serial for f in self.activations])
@@ -271,9 +276,8 @@ class NetworkCall(NetworkOperands):
 
     def check(self, x: Sequence[Any], constants: Constants) -> None:
         """Raise for shapes and dtypes that do not fit; nothing of the arrays is read."""
-        hidden, final = self.activations[:-1], self.activations[-1]
-        options: Any = hidden, *constants, final, self.guard, self.backend
-        Network("mlp_jet", *self.apart(x), *options)
+        hidden, *rest = self.how
+        Network("mlp_jet", *self.apart(x), hidden, *constants, *rest)
 
     def plain(self, ops: Any, x: Sequence[Any], constants: Constants) -> tuple[Any, ...]:
         """Return the results by `ops`."""

@@ -48,9 +48,7 @@ class ValueCall(NetworkOperands):
 
     def plain(self, x: Sequence[Any]) -> Any:
         """Return the value, layer by layer, of a library's arrays."""
-        points, weights, biases, hidden = self._given(x)
-        how = hidden, self.activations[-1], self.guard, self.backend
-        return Chain("mlp", points, weights, biases, *how).one_by_one()
+        return Chain("mlp", *self.apart(x), *self.how).one_by_one()
 
     def _given(self, x: Sequence[Any]) -> tuple[Any, ...]:
         return *self.apart(x), self.activations[:-1]

@@ -174,7 +174,7 @@ def test_torchs_transformations_go_by_layers(torch, launches):
 @pytest.mark.parametrize("way", ["ticket", "saved tensor"])
 def test_what_a_node_of_torch_keeps_goes_with_its_graph(torch, way, monkeypatch):
     """Guards: a graph's memory is given back with it, and `recompute` keeps nothing."""
-    from numfuse.adapters.torch import jets, recompute, replayed_networks
+    from numfuse.adapters.torch import recompute, replayed_networks, saved
 
     made = []
 
@@ -192,7 +192,7 @@ def test_what_a_node_of_torch_keeps_goes_with_its_graph(torch, way, monkeypatch)
     gc.collect()
 
     def held():
-        return len(jets._KEPT) if way == "ticket" else sum(y() is not None for y in made)
+        return len(saved._KEPT) if way == "ticket" else sum(y() is not None for y in made)
 
     before = held()
     out = run(flat)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad, grad, gradcheck, gradgradcheck  # noqa: E
 
 import numfuse as nf  # noqa: E402
 from numfuse.adapters import torch as adapter  # noqa: E402
-from numfuse.adapters.torch import jets  # noqa: E402
+from numfuse.adapters.torch import saved  # noqa: E402
 
 WIDTHS = (2, 6, 6, 1)
 LAYERS = len(WIDTHS) - 1
@@ -129,20 +129,20 @@ def test_what_a_forward_keeps_is_used_once_and_goes_with_the_graph(monkeypatch):
     weights = [draw(2, 300), draw(300, 1)]
     biases = [draw(300), None]
     gc.collect()
-    before = len(jets._KEPT)
+    before = len(saved._KEPT)
     found = []
     monkeypatch.setattr(
-        jets, "kept_of", lambda x, own=jets.kept_of: found.append(own(x)) or found[-1]
+        saved, "kept_of", lambda x, own=saved.kept_of: found.append(own(x)) or found[-1]
     )
     u = nf.mlp_jet(draw(5, 2), weights, biases).u_ddot
-    assert len(jets._KEPT) == before + 1
+    assert len(saved._KEPT) == before + 1
     u.sum().backward(retain_graph=True)
     first = weights[0].grad.clone()
     u.sum().backward()
     torch.testing.assert_close(weights[0].grad, 2 * first, rtol=0, atol=0)
     assert len(found) == 2 and all(kept.inputs for kept in found)
     found.clear()
-    assert len(jets._KEPT) == before
+    assert len(saved._KEPT) == before
 
 
 def test_a_backward_without_what_was_kept_makes_it_again():
@@ -195,7 +195,7 @@ def test_a_program_has_no_break_and_the_same_gradients(second, monkeypatch):
         return (bent**2).sum() + (u * first).sum()
 
     monkeypatch.setattr(
-        jets, "kept_of", lambda y, own=jets.kept_of: kept.append(own(y)) or kept[-1]
+        saved, "kept_of", lambda y, own=saved.kept_of: kept.append(own(y)) or kept[-1]
     )
     operands = x, *weights, *biases
     compiled = torch.compile(loss, fullgraph=True)(x, weights, biases)

@@ -153,19 +153,36 @@ def _networks(dtype):
         yield "unaligned", (odd.copy_(x), weights, biases)
 
 
+def _looked_at(monkeypatch, module):
+    """What is looked at as arrays, as no known call is."""
+    seen = []
+
+    def arrays_over(x):
+        seen.append(x)
+        return tensors.arrays_over(x)
+
+    monkeypatch.setattr(module, "arrays_over", arrays_over)
+    return seen
+
+
+def _moving(given):
+    every = given[0], *given[1], *(given[2] or ())
+    return [y for y in every if y is not None and y.requires_grad]
+
+
+def _in_numpy(given):
+    """The operands as arrays of float64."""
+    a, *weights = [y.detach().resolve_neg().double().numpy() for y in (given[0], *given[1])]
+    biases = given[2] and [y if y is None else y.detach().double().numpy() for y in given[2]]
+    return a, weights, biases
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_network_that_comes_again_gives_what_it_gave(dtype, monkeypatch):
     """Guards: what is repeated by addresses is the call that was recorded of arrays."""
     for name, given in _networks(dtype):
-        seen = []
-
-        def arrays_over(x, seen=seen):
-            seen.append(x)
-            return tensors.arrays_over(x)
-
-        monkeypatch.setattr(replayed_networks, "arrays_over", arrays_over)
-        asked = [y for y in (given[0], *given[1], *(given[2] or ())) if y is not None]
-        asked = [y for y in asked if y.requires_grad]
+        seen = _looked_at(monkeypatch, replayed_networks)
+        asked = _moving(given)
         results = []
         for turn in range(3):
             seen.clear()
@@ -181,8 +198,7 @@ def test_a_network_that_comes_again_gives_what_it_gave(dtype, monkeypatch):
             assert turn < 2 or bool(seen) == (name in ("negative", "unaligned")), name
         for again in results[1:]:
             assert all(torch.equal(x, y) for x, y in zip(again, results[0], strict=True)), name
-        a, *weights = [y.detach().resolve_neg().double().numpy() for y in (given[0], *given[1])]
-        biases = given[2] and [y if y is None else y.detach().double().numpy() for y in given[2]]
+        a, weights, biases = _in_numpy(given)
         wanted = nf.mlp(a, weights, biases, "gelu", final="tanh", backend="reference")
         assert np.abs(results[0][0].detach().double().numpy() - wanted).max() <= 1e-5
 
@@ -295,17 +311,10 @@ SECOND = np.array([[1.0, 0.5, *[0.0] * 14]])
 def test_a_jet_that_comes_again_gives_what_it_gave(dtype, monkeypatch):
     """Guards: what is repeated by addresses is the call that was recorded of arrays."""
     for name, given in _networks(dtype):
-        seen = []
-
-        def arrays_over(x, seen=seen):
-            seen.append(x)
-            return tensors.arrays_over(x)
-
-        monkeypatch.setattr(jets, "arrays_over", arrays_over)
+        seen = _looked_at(monkeypatch, jets)
         width = given[0].shape[-1]
         how = {"directions": np.eye(width)[:3], "second": SECOND[:, :3]}
-        asked = [y for y in (given[0], *given[1], *(given[2] or ())) if y is not None]
-        asked = [y for y in asked if y.requires_grad]
+        asked = _moving(given)
         results = []
         for turn in range(3):
             seen.clear()
@@ -322,8 +331,7 @@ def test_a_jet_that_comes_again_gives_what_it_gave(dtype, monkeypatch):
             assert turn < 2 or bool(seen) == (name in ("negative", "unaligned")), name
         for again in results[1:]:
             assert all(torch.equal(x, y) for x, y in zip(again, results[0], strict=True)), name
-        a, *weights = [y.detach().resolve_neg().double().numpy() for y in (given[0], *given[1])]
-        biases = given[2] and [y if y is None else y.detach().double().numpy() for y in given[2]]
+        a, weights, biases = _in_numpy(given)
         wanted = nf.mlp_jet(a, weights, biases, "gelu", backend="reference", **how)
         for x, y in zip(results[0], wanted, strict=False):
             assert np.abs(x.detach().double().numpy() - y).max() <= 1e-4 * max(1, np.abs(y).max())

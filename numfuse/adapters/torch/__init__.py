@@ -4,9 +4,11 @@ often differentiable, and as modules.
 - `functions`: the public functions, at once or over operators
 - `epilogues`: nodes of epilogues and gated layers, and what their derivatives are made of;
   `formulas`: derived formulas; `pieces`: calls that are no nodes
-- `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
-- `jets`: jets of layers and networks; `perceptrons`: networks' values, `device_perceptrons` on a
-  GPU, `chained_perceptrons` there of many layers as one node, `layered_perceptrons` layer by layer
+- `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep,
+  `saved`: what PyTorch saves of it
+- `jets`: jets of layers and networks, `compiled_jets` in programs of torch.compile
+- `perceptrons`: networks' values, `device_perceptrons` on a GPU, `chained_perceptrons` there of
+  many layers as one node, `layered_perceptrons` layer by layer
 - `replayed`, `replayed_networks`: calls on the CPU that come again; `forms`: records by the forms
   of tensors
 - `compiled`: a layer that is trained in a program of torch.compile
@@ -23,6 +25,7 @@ from typing import Any
 from numfuse import epilogue_jets, fusion, gated, multilayer, networks
 from numfuse import jets as layers
 from numfuse.adapters.surface import NAMES
+from numfuse.adapters.torch import compiled_jets as compiled_jets
 from numfuse.adapters.torch.device_perceptrons import (
     perceptron_along,
     perceptron_at_once,

@@ -27,7 +27,7 @@ from numfuse.adapters.torch.eager import (
 from numfuse.adapters.torch.kept import Way, recomputes, way
 from numfuse.adapters.torch.layered_perceptrons import Given, by_layers
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.tensors import own_values
+from numfuse.adapters.torch.tensors import own_values, own_values_of
 
 _NONE = get("none")
 
@@ -52,37 +52,35 @@ def _ways(call: ValueCall, x: Given, keep: bool) -> list[Way]:
     return [way(f, points, False, flipped, call.backend, keep) for f, flipped in pairs]
 
 
-def _own(y: Tensor | None) -> Any:
-    return None if y is None else own_values(y)
+def _forward(call: ValueCall, x: Given, keep: bool) -> tuple[Tensor, list[Any]]:
+    """Return the value, and what is saved: each layer's value, and its pre-activation.
 
-
-def _forward(call: ValueCall, x: Given, keep: bool) -> tuple[list[Any], list[Any]]:
-    """Return the values of all layers, and the pre-activations that are kept."""
+    None: that is not needed.
+    """
 
     def long() -> Any:
         values, sums = [], []
-        h, weights, biases = call.apart([_own(y) for y in x])
+        h, weights, biases = call.apart(own_values_of(x))
         for w, bias, how in zip(weights, biases, _ways(call, x, keep), strict=True):
             operands, flipped = (h, w.t() if how.flipped else w, bias), (1,) * how.flipped
             found = run(LAYER, operands, how.activation, (how.with_pre,), (), how.backend, flipped)
             h, pre = found if how.keeps == "pre" else (found, None)
             values.append(h)
             sums.append(pre)
-        return values, sums
+        return h, [*values[:-1], h if how.keeps == "out" else None, *sums]
 
-    made: tuple[list[Any], list[Any]] = on_cuda().call_again(("layers", keep), x, call, long)
+    made: tuple[Tensor, list[Any]] = on_cuda().call_again(("layers", keep), x, call, long)
     return made
 
 
 def _backward(
-    call: ValueCall, g: Tensor, x: Given, kept: tuple[Sequence[Any], Sequence[Any]], keep: bool,
-    needs: Sequence[bool],
+    call: ValueCall, g: Tensor, x: Given, saved: Sequence[Any], keep: bool, needs: Sequence[bool]
 ) -> list[Any]:  # fmt: skip
     """Return the gradient of each operand, None where it is not needed."""
-    values, sums = kept
+    values, sums = saved[: len(saved) // 2], saved[len(saved) // 2 :]
 
     def long() -> list[Any]:
-        points, weights, biases = call.apart([_own(y) for y in x])
+        points, weights, biases = call.apart(own_values_of(x))
         first, *wanted = call.apart(needs)
         ways, grad = _ways(call, x, keep), own_values(g)
         groups: list[list[Any]] = [[None] * len(weights) for _ in range(2)]
@@ -93,16 +91,16 @@ def _backward(
             asked = tuple([name for name, need in named if need])
             if not asked:
                 return [None, *groups[0], *groups[1]]
-            saved = {"pre": sums[i], "out": values[i]}.get(how.keeps)
+            kept = {"pre": sums[i], "out": values[i]}.get(how.keeps)
             b = weights[i].t() if how.flipped else weights[i]
-            operands = grad, values[i - 1] if i else points, b, biases[i], saved
+            operands = grad, values[i - 1] if i else points, b, biases[i], kept
             rest = how.slope or _NONE, FLAGS, asked, how.backend, (2,) * how.flipped
             grad, d_b, groups[1][i] = run(LAYER_BACKWARD, operands, *rest)
             groups[0][i] = d_b.t() if how.flipped and d_b is not None else d_b
         return [grad if first else None, *groups[0], *groups[1]]
 
     asked = "layers backward", keep, tuple(needs)
-    found: list[Any] = on_cuda().call_again(asked, [g, *x, *values, *sums], call, long)
+    found: list[Any] = on_cuda().call_again(asked, [g, *x, *saved], call, long)
     return found
 
 
@@ -111,17 +109,14 @@ class _Layers(Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *x, ctx.call = args
         ctx.keep = not recomputes()
-        values, sums = _forward(ctx.call, x, ctx.keep)
-        last = _ways(ctx.call, x, ctx.keep)[-1].keeps == "out"
-        ctx.save_for_backward(*x, *values[:-1], values[-1] if last else None, *sums)
-        made: Tensor = values[-1]
+        made, saved = _forward(ctx.call, x, ctx.keep)
+        ctx.save_for_backward(*x, *saved)
         return made
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
-        saved, call = ctx.saved_tensors, ctx.call
-        count = len(call.activations)
-        x, values, sums = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
+        call, count = ctx.call, len(ctx.call.activations)
+        x, saved = ctx.saved_tensors[: -2 * count], ctx.saved_tensors[-2 * count :]
         small = is_small(x[0], max(x[1 : 1 + count], key=Tensor.numel))
         needs = asked_of_network(ctx, x, 1, small)
         if not any(needs):
@@ -129,7 +124,7 @@ class _Layers(Function):
         elif torch.is_grad_enabled() or mode((g,)) != 1:
             found = by_layers(call, g, x, needs)
         else:
-            found = _backward(call, g, x, (values, sums), ctx.keep, needs)
+            found = _backward(call, g, x, saved, ctx.keep, needs)
         return *found, None
 
 

@@ -22,8 +22,15 @@ from numfuse.adapters.torch.forms import Forms
 from numfuse.adapters.torch.layered_perceptrons import Given, by_layers, twice_by_layers
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.replayed_networks import flat_call
-from numfuse.adapters.torch.tensors import autocasts, own_values, watched
+from numfuse.adapters.torch.tensors import autocasts, own_values, own_values_of, watched
 from numfuse.chains import Chain
+
+
+def _is_alone(x: Any, others: Iterable[Any]) -> bool:
+    """Return whether x is a tensor of a GPU, and nothing but a call is asked of it and others."""
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
+        return False
+    return mode([x, *others]) == 1 and not autocasts(x)
 
 
 def perceptron_at_once(
@@ -34,10 +41,7 @@ def perceptron_at_once(
 
     None: layers run them.
     """
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
-        return None
-    tensors = [x, *weights, *(biases or ()), *(() if grad is None else (grad,))]
-    if mode(tensors) != 1 or autocasts(x):
+    if not _is_alone(x, [*weights, *(biases or ()), grad]):
         return None
     return _serve(grad, x, weights, biases, how, needs, out)
 
@@ -50,10 +54,7 @@ def perceptron_along(
 
     None: layers run them. No more may be asked of the tensors.
     """
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cuda:
-        return None
-    tensors = [x_dot, x, *weights, *(biases or ()), *(() if grad is None else (grad,))]
-    if mode(tensors) != 1 or autocasts(x):
+    if not _is_alone(x, [x_dot, *weights, *(biases or ()), grad]):
         return None
     return _serve_along(x_dot, grad, x, weights, biases, how, needs)
 
@@ -71,30 +72,23 @@ def repeated(
     chain: Chain, others: Iterable[Any], options: tuple[Any, ...], long: Callable[[], Any]
 ) -> Any:
     """Return what `long` does with a chain's layers: as one program, if they come again."""
-    tensors = [chain.x, *(y for w, bias, _ in chain.layers for y in (w, bias)), *others]
-    if torch.compiler.is_compiling() or not isinstance(chain.x, Tensor) or not chain.x.is_cuda:
-        return long()
-    if mode(tensors) != 1 or autocasts(chain.x):
+    if not _is_alone(chain.x, [*(y for w, bias, _ in chain.layers for y in (w, bias)), *others]):
         return long()
     return on_cuda().repeated(chain, others, options, long)
 
 
 def _serve(grad: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:
     """Return what one kernel makes; None where there is none for such a network."""
-    groups = [None if y is None else _detached(y) for y in (weights, biases)]
+    groups = [None if y is None else own_values_of(y) for y in (weights, biases)]
     own = None if grad is None else own_values(grad)
     return on_cuda().perceptron_at_once(own, own_values(x), *groups, *rest)
 
 
 def _serve_along(x_dot: Any, grad: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:
     """Return what kernels make of a tangent; None where there is none for such a network."""
-    groups = [None if y is None else _detached(y) for y in (weights, biases)]
+    groups = [None if y is None else own_values_of(y) for y in (weights, biases)]
     own = None if grad is None else own_values(grad)
     return on_cuda().perceptron_along(own_values(x_dot), own, own_values(x), *groups, *rest)
-
-
-def _detached(x: Given) -> list[Any]:
-    return [None if y is None else own_values(y) for y in x]
 
 
 # --- nodes ----------------------------------------------------------------------------------------
@@ -146,7 +140,7 @@ def whole_call(chain: Chain) -> ValueCall | None:
     there = [y for y in (chain.x, *weights, *biases) if y is not None]
     if any(y.dtype != chain.x.dtype or y.device != chain.x.device for y in there):
         return None
-    return call if perceptron_is_whole(chain.x, weights, biases, _how(call)) else None
+    return call if perceptron_is_whole(chain.x, weights, biases, call.how) else None
 
 
 def on_device(chain: Chain) -> Tensor | None:
@@ -159,20 +153,11 @@ def on_device(chain: Chain) -> Tensor | None:
     return made
 
 
-def _how(call: ValueCall) -> tuple[Any, ...]:
-    return call.activations[:-1], call.activations[-1], call.guard, call.backend
-
-
-def _groups(call: ValueCall, weights: Given, biases: Given) -> tuple[Any, ...]:
-    return _detached(weights), _detached(biases), _how(call)
-
-
 def _run(call: ValueCall, x: Given, g: Any = None, needs: tuple[str, ...] = ()) -> Any:
     """Return the value or, with a cotangent, the gradients that are needed; None: by layers."""
 
     def long() -> Any:
-        points, weights, biases = call.apart(x)
-        return _serve(g, points, *_groups(call, weights, biases), needs, None)
+        return _serve(g, *call.apart(x), call.how, needs, None)
 
     return on_cuda().call_again(("value", needs), [*x, g], call, long)
 
@@ -181,8 +166,7 @@ def _run_along(call: ValueCall, x_dot: Tensor, g: Tensor, x: Given, needs: tuple
     """Return the gradients of g's product with the tangent along x_dot; None: by layers."""
 
     def long() -> Any:
-        points, weights, biases = call.apart(x)
-        return _serve_along(x_dot, g, points, *_groups(call, weights, biases), needs)
+        return _serve_along(x_dot, g, *call.apart(x), call.how, needs)
 
     return on_cuda().call_again(("along", needs), [*x, g, x_dot], call, long)
 

@@ -14,13 +14,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from numfuse.adapters.perceptrons import value_call
-from numfuse.adapters.torch import replayed_networks
+from numfuse.adapters.torch import replayed_networks, saved
 from numfuse.adapters.torch.device_perceptrons import again_on_device, on_device
 from numfuse.adapters.torch.eager import asked_of_network, mode
-from numfuse.adapters.torch.jets import KeptValue, kept_of
 from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.layered_perceptrons import by_layers, twice_by_layers
-from numfuse.adapters.torch.replayed_networks import SavedStacks, saved_again
 from numfuse.adapters.torch.tensors import (
     array_over,
     arrays_over,
@@ -70,20 +68,19 @@ class _Value(Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *x, ctx.call, ctx.known = args
         made, kept = ctx.known.forward(ctx.call, x, not recomputes())
-        ctx.saves = type(kept) is SavedStacks
-        saved = kept
-        if kept is not None:
-            saved = kept.tensor if ctx.saves else KeptValue(kept).ticket()
-        ctx.save_for_backward(*x, saved)
+        ctx.form, *own = saved.tensors_of(kept)
+        ctx.save_for_backward(*x, *own)
         return made
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
-        (*x, saved), call, known = ctx.saved_tensors, ctx.call, ctx.known
+        call, known = ctx.call, ctx.known
+        count = 1 + 2 * len(call.activations)
+        x, own = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         needs = asked_of_network(ctx, x, 1, known.small)
         if not any(needs):
             return (None,) * (len(x) + 2)
-        kept = saved_again(saved, g) if ctx.saves else kept_of(saved)
+        kept = saved.kept_again(ctx.form, own, g)
         if not mode((g,)):
             found = by_layers(call, g, x, needs)
         elif torch.is_grad_enabled():

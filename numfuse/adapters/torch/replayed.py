@@ -52,6 +52,14 @@ def like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(() if several else shape, dtype=dtype, device="cpu").expand(shape)
 
 
+def loaded(backend: Any) -> Any:
+    """Return the backend of a call on tensors of the CPU; None: nobody has loaded it yet."""
+    chosen: Any = ACTIVE.get() if backend is None else backend
+    if chosen is None or type(chosen) is str:
+        chosen = LOADED.get(DEFAULT if chosen is None else chosen)
+    return chosen
+
+
 class _Known(NamedTuple):
     """A call on tensors of known forms, as `numfuse.operations` knows it."""
 
@@ -81,9 +89,7 @@ def run(
     `flipped` are the places of matrices that are given transposed, as their gradients are returned.
     """
     act: Any = table.TABLE.get(activation) if type(activation) is str else activation
-    chosen: Any = ACTIVE.get() if backend is None else backend
-    if chosen is None or type(chosen) is str:
-        chosen = LOADED.get(DEFAULT if chosen is None else chosen)
+    chosen = loaded(backend)
     form: list[Any] = [operation, getattr(act, "serial", None), flags, needs, flipped, chosen]
     places: list[Any] = []
     bits = 0

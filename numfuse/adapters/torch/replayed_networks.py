@@ -19,7 +19,8 @@ from numfuse.adapters.jets import NetworkOperands
 from numfuse.adapters.perceptrons import ValueCall, value_call
 from numfuse.adapters.torch.eager import is_small, mode
 from numfuse.adapters.torch.forms import Forms
-from numfuse.adapters.torch.replayed import form_over, like, place, reads_places
+from numfuse.adapters.torch.replayed import form_over, like, loaded, place, reads_places
+from numfuse.adapters.torch.saved import SavedStacks
 from numfuse.adapters.torch.tensors import (
     TEAM,
     array_over,
@@ -30,7 +31,6 @@ from numfuse.adapters.torch.tensors import (
     to_tensors,
     watched,
 )
-from numfuse.backends import ACTIVE, DEFAULT, LOADED
 from numfuse.chains import Chain
 from numfuse.kept import Kept, KeptStacks
 from numfuse.repeats import KeptProgram
@@ -59,26 +59,20 @@ class _How:
         return self._likes
 
 
-class SavedStacks(Kept):
-    """A small network's stacks: a tensor, which PyTorch saves with the operands."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.inputs, self.sums, self.tensor = [], [], tensor
-
-    @property
-    def stacks(self) -> Any:  # type: ignore[override]
-        """Return it as an array."""
-        return self.tensor.numpy()
-
-
-#: Bytes of such a tensor at the most; more comes from a pool (`numfuse.kept.KeptStacks`).
+#: Bytes of a saved tensor of stacks at the most; more come from a pool (`numfuse.kept.KeptStacks`).
 _SAVED = 1 << 16
 
 
-def saved_again(tensor: Tensor, like: Tensor) -> SavedStacks | None:
-    """Return what was kept; None where the tensor is another one than PyTorch was given."""
-    alike = tensor.is_cpu and tensor.dtype == like.dtype and tensor.ndim == 1
-    return SavedStacks(tensor) if alike and tensor.is_contiguous() else None
+def _kept_stacks(stacks: tuple[int, Any] | None, like: Any) -> tuple[Kept | None, tuple[Any, ...]]:
+    """Return room for what a forward keeps, if anything, and that as its launch takes it."""
+    if stacks is None:
+        return None, ()
+    count, dtype = stacks
+    if count * dtype.itemsize <= _SAVED:
+        saved = SavedStacks(empty(count, dtype=like.dtype))
+        return saved, (place(saved.tensor.data_ptr()),)
+    kept = KeptStacks(count, dtype)
+    return kept, (kept.stacks,)
 
 
 class KnownNetwork:
@@ -116,17 +110,8 @@ class KnownNetwork:
             if found is None or places is None:
                 made, kept = call.forward(arrays_over(x), keep)
                 return to_tensor(made), kept
-            out, kept = empty_like(how.results(found, x[0])[0]), None
-            given = [*found.constants, *places, place(out.data_ptr())]
-            if found.stacks is not None:
-                count, dtype = found.stacks
-                if count * dtype.itemsize <= _SAVED:
-                    kept = SavedStacks(empty(count, dtype=out.dtype))
-                    given.append(place(kept.tensor.data_ptr()))
-                else:
-                    kept = KeptStacks(count, dtype)
-                    given.append(kept.stacks)
-            call.backend.launch(found.program, tuple(given))
+            kept, behind = _kept_stacks(found.stacks, x[0])
+            (out,) = self._launched(call, how, found, places, x[0], behind)
             return out, kept
         finally:
             share.team = None
@@ -154,34 +139,21 @@ class KnownNetwork:
             if found is None or places is None:
                 made = call.backward(array_over(g), arrays_over(x), needs, kept)
                 return to_tensors(made)
-            likes = how.results(found, g)
-            results = [None if y is None else empty_like(y) for y in likes]
-            given = [None if y is None else place(y.data_ptr()) for y in results]
             if stacks is not None:
-                given.insert(0, place(stacks.data_ptr()) if saved else stacks)
-            call.backend.launch(found.program, (*found.constants, *places, *given))
+                places.append(place(stacks.data_ptr()) if saved else stacks)
+            results = self._launched(call, how, found, places, g)
             return [y if need else None for y, need in zip(results, needs, strict=True)]
         finally:
             share.team = None
 
     def _launched(
-        self, call: NetworkOperands, how: _How, x: _Given, beside: Tensor
-    ) -> list[Any] | None:
-        """Return the results of a call that came before and keeps nothing, of tensors like one.
-
-        None: it is another one, or its memory is not what it should be.
-        """
-        found = self._program(call, how)
-        places = None if found is None or found.stacks is not None else self._places(x)
-        if found is None or places is None:
-            return None
+        self, call: NetworkOperands, how: _How, found: KeptProgram, given: Sequence[Any],
+        beside: Any, behind: Sequence[Any] = (),
+    ) -> list[Any]:  # fmt: skip
+        """Return the results of a program, of what its launch takes before and behind these."""
         results = [None if y is None else empty_like(y) for y in how.results(found, beside)]
-        given = [None if y is None else place(y.data_ptr()) for y in results]
-        share.team = TEAM
-        try:
-            call.backend.launch(found.program, (*found.constants, *places, *given))
-        finally:
-            share.team = None
+        made = [None if y is None else place(y.data_ptr()) for y in results]
+        call.backend.launch(found.program, (*found.constants, *given, *made, *behind))
         return results
 
     def _program(self, call: NetworkOperands, how: _How) -> KeptProgram | None:
@@ -218,15 +190,27 @@ class KnownJet(KnownNetwork):
         super().__init__(operands, backend)
         self._constants = constants
 
+    def _without_stacks(
+        self, call: NetworkOperands, how: _How, x: _Given, beside: Any
+    ) -> list[Any] | None:
+        """Return the results of a call that came before and keeps nothing; None of another one."""
+        found = self._program(call, how)
+        places = None if found is None or found.stacks is not None else self._places(x)
+        if found is None or places is None:
+            return None
+        share.team = TEAM
+        try:
+            return self._launched(call, how, found, places, beside)
+        finally:
+            share.team = None
+
     def jet(self, call: NetworkOperands, x: _Given) -> list[Any] | None:
         """Return the results, if such a call came before and keeps nothing."""
         how = self._keys.get("jet")
         if how is None:
             options = call.guard, *self._constants
             how = self._keys["jet"] = _How(_key("mlp_jet", call, options, self._forms))
-        beside = x[0]
-        assert beside is not None
-        return self._launched(call, how, x, beside)
+        return self._without_stacks(call, how, x, x[0])
 
     def jet_backward(
         self, call: NetworkOperands, gs: _Given, x: _Given, needs: Sequence[bool]
@@ -241,20 +225,10 @@ class KnownJet(KnownNetwork):
             how = _How(_key("mlp_jet_bwd", call, options, (*self._forms, *others)))
             if len(self._keys) < 64:  # (of cotangents of any strides)
                 self._keys[asked] = how
-        beside = x[0]
-        assert beside is not None
-        found = self._launched(call, how, (*x, *gs), beside)
+        found = self._without_stacks(call, how, (*x, *gs), x[0])
         if found is None:
             return None
         return [y if need else None for y, need in zip(found, needs, strict=True)]
-
-
-def loaded(backend: Any) -> Any:
-    """Return the backend of a call on tensors of the CPU; None: nobody has loaded it yet."""
-    chosen: Any = ACTIVE.get() if backend is None else backend
-    if chosen is None or type(chosen) is str:
-        chosen = LOADED.get(DEFAULT if chosen is None else chosen)
-    return chosen
 
 
 #: By backend, activations and forms of tensors; False of a network that goes by layers.

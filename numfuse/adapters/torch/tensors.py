@@ -74,6 +74,11 @@ def own_values(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x._is_zerotensor() else x.resolve_neg()
 
 
+def own_values_of(x: Sequence[Any]) -> list[Any]:
+    """Return :func:`own_values` of each tensor, None of None."""
+    return [None if y is None else own_values(y) for y in x]
+
+
 def to_tensor(x: ndarray) -> Tensor:
     if x.dtype.kind == "f":
         return torch.from_numpy(x)

@@ -118,24 +118,19 @@ def repeated(
         return long()
     chosen: Any = active() if backend is None else backend
     precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-    asked: tuple[Any, ...] = "series", mark, kind, precision, backend
-    addresses: list[int] = []
     given, own = arrays, [x for x in arrays if x is not None]
+    same: tuple[int, ...] = ()
+    if len(set(map(id, own))) < len(own):  # (of arrays that are given twice none is recalled)
+        places = {id(x): i for i, x in reversed([*enumerate(arrays)])}
+        same = tuple([-1 if x is None else places[id(x)] for x in arrays])
+        given = own = [x for i, x in enumerate(arrays) if same[i] == i]
+    asked = "series", mark, kind, precision, backend, same
+    addresses: list[int] = []
     if kind.recall is not None:
         found, program, ordinal = kind.recall(asked, given, addresses)
         if found is not None:
             return found.run(program, kind, ordinal, own, addresses)
-    places = {id(x): i for i, x in reversed([*enumerate(arrays)])}
-    same = tuple([places[id(x)] for x in arrays])
-    absent = tuple([x is None for x in arrays])
-    once = [x for i, x in enumerate(arrays) if same[i] == i and x is not None]
-    if len(once) < len(own):  # (of arrays that are given twice none is recalled)
-        given, own, asked = once, once, (*asked, same, absent)
-        if kind.recall is not None:
-            found, program, ordinal = kind.recall(asked, given, addresses)
-            if found is not None:
-                return found.run(program, kind, ordinal, own, addresses)
-    seen: list[Any] = [*asked, same, absent]
+    seen: list[Any] = [*asked, tuple([x is None for x in arrays])]
     ordinal = kind.glance([*own], seen, addresses)
     if ordinal < 0:
         return long()
